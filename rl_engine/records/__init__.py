@@ -1,0 +1,1 @@
+"""Typed evidence: what workers write into a run directory and checks read back."""

@@ -1,0 +1,115 @@
+"""Durable writes below a run directory: nothing half-written is ever seen under its final name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rl_engine.records.codec import RecordError
+from rl_engine.records.errors import UserError
+
+
+def append_durable(path: Path, data: bytes) -> None:
+    """Append ``data`` and fsync; on a failed or short write the file is cut back to its former length.
+
+    Raises:
+        OSError: the disk is full or failing; earlier lines are intact.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        try:
+            _write_all(descriptor, data)
+            os.fsync(descriptor)
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a new file or replace one: temporary file in the same folder, fsync, rename, fsync of the folder."""
+    temporary = path.with_name(f".{path.name}.partial")
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            _write_all(descriptor, data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_exclusive(path: Path, data: bytes, what: str) -> None:
+    """Write a file that must not exist yet.
+
+    Raises:
+        UserError: the file exists.
+    """
+    temporary = path.with_name(f".{path.name}.partial")
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            _write_all(descriptor, data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        # link() refuses an existing name, which rename() would replace.
+        os.link(temporary, path)
+    except FileExistsError:
+        raise UserError(f"{path} already there", f"no {what} of that name", "choose another name") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def cut_torn_tail(path: Path) -> int:
+    """Remove what follows the last newline (a line that a crash interrupted); returns the bytes removed."""
+    if not path.exists():
+        return 0
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        size = os.fstat(descriptor).st_size
+        end = size
+        while end > 0:
+            start = max(0, end - 65536)
+            block = os.pread(descriptor, end - start, start)
+            newline = block.rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end < size:
+            os.ftruncate(descriptor, end)
+            os.fsync(descriptor)
+        return size - end
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in ``folder`` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def require_folder(path: Path) -> None:
+    """Raise a RecordError unless ``path`` is a folder and not a link."""
+    if path.is_symlink() or not path.is_dir():
+        raise RecordError(f"{path.name}: not a folder", "a folder in the run directory")
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]

@@ -1,0 +1,261 @@
+"""Writing and reading of run directories."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from rl_engine.records.codec import RecordError, canonical_digest, decode, encode, parse_json
+from rl_engine.records.errors import UserError
+from rl_engine.records.pair import pair_record, read_pair, write_pair
+from rl_engine.records.reader import RunReader
+from rl_engine.records.statistics import logprob_statistics
+from rl_engine.records.types import StepRecord
+from rl_engine.records.writer import RunWriter
+from tests.helpers.numeric import assert_bitwise
+from tests.helpers.synthetic_run import make_batch, make_plan, make_run, make_step
+
+
+def test_everything_comes_back(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run-1")
+    reader = RunReader(run)
+    assert [state.name for state in reader.states()] == ["planned", "running", "finished"]
+    assert reader.plan().plan == encode(make_plan(run))
+    assert [step.step for step in reader.steps()] == reader.sample_steps() == [0, 1]
+    assert list(reader.weights()) == [0, 1, 2]
+    assert {(route.engine, route.rank) for route in reader.routes()} == {("trainer", 0), ("engine0", 0)}
+    assert len(reader.environments()) == 6
+    for step in (0, 1):
+        expected, actual = make_batch(step), reader.samples(step)
+        for field in ("tokens", "offsets", "loss_mask", "rollout_logprob", "train_logprob"):
+            assert_bitwise(getattr(actual, field), getattr(expected, field), field)
+        assert expected.retained is not None and actual.retained is not None
+        assert_bitwise(actual.retained.offsets, expected.retained.offsets, "retained offsets")
+        assert_bitwise(actual.retained.ids, expected.retained.ids, "retained ids")
+        assert actual.samples == expected.samples
+        assert reader.steps()[step] == make_step(step, expected)
+
+
+def test_retained_sets_use_the_smaller_form(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run-1")
+    arrays = safetensors.numpy.load((run / "samples/step-00000.safetensors").read_bytes())
+    assert {1, 2} <= set(arrays["retained_kind"].tolist())
+    widths = np.diff(arrays["retained_offsets"])
+    assert widths.max() <= (100 + 7) // 8
+
+
+def test_create_is_exclusive(tmp_path: Path) -> None:
+    make_run(tmp_path / "run-1")
+    body = encode(make_plan(tmp_path / "run-1"))
+    with pytest.raises(UserError, match="already there"):
+        RunWriter.create(tmp_path / "run-1", body, canonical_digest(body))
+
+
+@pytest.mark.parametrize("name", ["..", ".hidden", "a b", "a\nb", "x" * 200, "-flag"])
+def test_run_id_is_one_plain_component(tmp_path: Path, name: str) -> None:
+    body = encode(make_plan(tmp_path / "x"))
+    with pytest.raises(UserError):
+        RunWriter.create(tmp_path / "deep" / name, body, canonical_digest(body))
+
+
+def test_wrong_plan_digest_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="digest"):
+        RunWriter.create(tmp_path / "run", {"mode": "native"}, "0" * 64)
+
+
+def test_state_machine(tmp_path: Path) -> None:
+    body = {"mode": "native"}
+    writer = RunWriter.create(tmp_path / "run", body, canonical_digest(body))
+    with pytest.raises(ValueError, match="cannot become"):
+        writer.state("finished")
+    writer.state("running")
+    writer.state("interrupted", "SIGTERM")
+    again = RunWriter.open(tmp_path / "run")
+    assert again.current_state == "interrupted"
+    again.state("running")
+    again.state("finished")
+    with pytest.raises(ValueError, match="cannot become"):
+        again.state("sealed")
+    assert RunReader(tmp_path / "run").states()[2].reason == "SIGTERM"
+
+
+def test_steps_come_in_order_after_their_samples(tmp_path: Path) -> None:
+    body = {"mode": "native"}
+    writer = RunWriter.create(tmp_path / "run", body, canonical_digest(body))
+    batch = make_batch(0)
+    with pytest.raises(ValueError, match="no samples"):
+        writer.step(make_step(0, batch))
+    with pytest.raises(ValueError, match="is next"):
+        writer.samples(1, batch)
+    writer.samples(0, batch)
+    writer.samples(0, batch)
+    writer.step(make_step(0, batch))
+    with pytest.raises(ValueError, match="is next"):
+        writer.samples(0, batch)
+
+
+@pytest.mark.parametrize("cut", [1, 10, 100])
+def test_open_removes_a_torn_line(tmp_path: Path, cut: int) -> None:
+    run = make_run(tmp_path / "run")
+    path = run / "steps.jsonl"
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.raises(RecordError, match="without its end"):
+        RunReader(run).steps()
+    writer = RunWriter.open(run)
+    assert writer.next_step == 1
+    assert RunReader(run).events()[-1].kind == "torn_line_removed"
+
+
+def test_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"mode": "native"}
+    writer = RunWriter.create(tmp_path / "run", body, canonical_digest(body))
+    before = (tmp_path / "run" / "events.jsonl").read_bytes()
+    real = os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        if len(data) <= 8:
+            raise OSError(28, "No space left on device")
+        return real(descriptor, bytes(data)[:8])
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        writer.event("warning", text="some text")
+    with pytest.raises(OSError, match="No space"):
+        writer.samples(0, make_batch(0))
+    monkeypatch.undo()
+    assert (tmp_path / "run" / "events.jsonl").read_bytes() == before
+    assert os.listdir(tmp_path / "run" / "samples") == []
+
+
+def test_resumed_weights_must_repeat(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    writer = RunWriter.open(run)
+    same = RunReader(run).weights()[1]
+    assert writer.weights(1, same.tensors) == same.digest
+    with pytest.raises(RecordError, match="recorded earlier"):
+        writer.weights(1, {"layer.weight": "0" * 64})
+
+
+def test_second_attempt_has_its_own_route_file(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    RunWriter.open(run).routes("trainer", 0, RunReader(run).routes()[0].routes)
+    assert (run / "routes/trainer-0.attempt-1.json").exists()
+    assert len(RunReader(run).routes()) == 3
+
+
+def test_sealed_run_is_read_only(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    writer = RunWriter.open(run)
+    (run / "COMPLETE").write_text("{}")
+    batch = make_batch(0)
+    for act in (
+        lambda: writer.event("x"),
+        lambda: writer.state("valid"),
+        lambda: writer.log("x"),
+        lambda: writer.samples(2, batch),
+        lambda: writer.weights(9, {}),
+        lambda: writer.routes("e", 0, []),
+        lambda: RunWriter.open(run),
+    ):
+        with pytest.raises(UserError, match="sealed"):
+            act()
+
+
+def test_step_keys_are_the_documented_ones(tmp_path: Path) -> None:
+    line = json.loads((make_run(tmp_path / "run") / "steps.jsonl").read_text().splitlines()[0])
+    expected = (
+        "step weight_version samples tokens_compared mismatches max_abs_dlogp mean_abs_dlogp kl_k1 kl_k3 reward_mean",
+        "response_len_mean truncated entropy_mean loss clip_fraction grad_norm grad_norm_hex seconds",
+        "train_tokens_per_s rollout_tokens_per_gpu_s",
+    )
+    assert sorted(line) == sorted(" ".join(expected).split())
+    assert set(line["seconds"]) == {"rollout", "reward", "old_logp", "train", "optimizer", "weight_sync", "other"}
+    assert float.fromhex(line["grad_norm_hex"]) == line["grad_norm"]
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ('{"step": 1, "step": 2}', "twice"),
+        ('{"a": NaN}', "not JSON"),
+        ("[" * 100_000, "one JSON value"),
+        ("{", "one JSON value"),
+        ("1" * 5000, "one JSON value"),
+    ],
+)
+def test_bad_json_is_a_record_error(text: str, match: str) -> None:
+    with pytest.raises(RecordError, match=match):
+        parse_json(text, "here")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"extra": 1}, "unknown key 'extra'"),
+        ({"loss": "low"}, "loss"),
+        ({"samples": True}, "samples"),
+        ({"samples": 1.0}, "samples"),
+        ({"seconds": []}, "seconds"),
+    ],
+)
+def test_decode_is_strict(change: dict[str, object], match: str) -> None:
+    good = encode(make_step(0, make_batch(0)))
+    assert decode(StepRecord, good, "x") == make_step(0, make_batch(0))
+    with pytest.raises(RecordError, match=match):
+        decode(StepRecord, {**good, **change}, "x")
+    good.pop("loss")
+    with pytest.raises(RecordError, match="no key 'loss'"):
+        decode(StepRecord, good, "x")
+
+
+def test_non_finite_floats_round_trip() -> None:
+    record = dataclasses.replace(make_step(0, make_batch(0)), loss=math.inf, kl_k1=-math.inf, kl_k3=math.nan)
+    text = json.dumps(encode(record), allow_nan=False)
+    back = decode(StepRecord, parse_json(text, "x"), "x")
+    assert back.loss == math.inf and back.kl_k1 == -math.inf and math.isnan(back.kl_k3)
+
+
+def test_statistics_count_bits() -> None:
+    batch = make_batch(0)
+    assert logprob_statistics(batch).mismatches == 0
+    assert logprob_statistics(batch).tokens_compared == 13
+    train = batch.train_logprob.copy()
+    where = np.flatnonzero(batch.loss_mask)[:2]
+    train[where[0]] = np.nextafter(train[where[0]], np.float32(0))
+    train[where[1]] -= np.float32(0.25)
+    result = logprob_statistics(dataclasses.replace(batch, train_logprob=train))
+    difference = train.astype(np.float64) - batch.rollout_logprob.astype(np.float64)
+    difference = difference[batch.loss_mask == 1]
+    assert result.mismatches == 2
+    assert result.max_abs_dlogp == np.abs(difference).max()
+    assert result.mean_abs_dlogp == pytest.approx(np.abs(difference).mean(), rel=1e-14)
+    assert result.kl_k1 == pytest.approx(-difference.mean(), rel=1e-14)
+    assert result.kl_k3 == pytest.approx((np.exp(difference) - 1 - difference).mean(), rel=1e-9)
+
+
+def test_signed_zero_is_a_mismatch_of_size_zero() -> None:
+    batch = make_batch(0)
+    where = np.flatnonzero(batch.loss_mask)[0]
+    rollout, train = batch.rollout_logprob.copy(), batch.train_logprob.copy()
+    rollout[where], train[where] = 0.0, -0.0
+    result = logprob_statistics(dataclasses.replace(batch, rollout_logprob=rollout, train_logprob=train))
+    assert (result.mismatches, result.max_abs_dlogp) == (1, 0.0)
+
+
+def test_pair_is_computed_from_files(tmp_path: Path) -> None:
+    native, consistency = make_run(tmp_path / "p-native", "native"), make_run(tmp_path / "p-consistency")
+    record = pair_record("p", native, consistency)
+    assert record.exact and record.control and record.same_start
+    assert (record.native.tokens_compared, record.native.mismatches) == (26, 26)
+    assert (record.consistency.tokens_compared, record.consistency.mismatches) == (26, 0)
+    path = write_pair(tmp_path, record)
+    assert path.name == "p-pair.json" and read_pair(path) == record
+    with pytest.raises(RecordError, match="mode"):
+        pair_record("p", consistency, native)
