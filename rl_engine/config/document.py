@@ -1,0 +1,93 @@
+"""``plan --json`` and the text of ``plan``: every value with its source, built from a resolved plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+
+from rl_engine.config.codec import plan_digest
+from rl_engine.config.options import BY_NAME
+from rl_engine.config.paths import PATH_NAMES, PLACEHOLDER, Value
+from rl_engine.config.resolve import ResolvedPlan
+
+
+def plan_document(resolved: Sequence[ResolvedPlan]) -> dict[str, object]:
+    """The JSON object of ``plan --json``: profile, notes, values with sources, and each plan with its digest."""
+    first = resolved[0]
+    return {
+        "profile": {"name": first.profile.profile.name, "file": str(first.profile.file), "why": first.profile.why},
+        "notes": list(first.notes),
+        "values": [dataclasses.asdict(value) for value in first.values],
+        "plans": [{"digest": plan_digest(item.plan), "plan": dataclasses.asdict(item.plan)} for item in resolved],
+    }
+
+
+def profile_line(resolved: ResolvedPlan) -> str:
+    """Which profile, and why: the first line of every command that resolves one."""
+    return f"profile {resolved.profile.profile.name} ({resolved.profile.file}): {resolved.profile.why}"
+
+
+def plan_text(resolved: Sequence[ResolvedPlan]) -> str:
+    """The page that ``plan`` prints."""
+    first = resolved[0]
+    lines = [profile_line(first), ""]
+    lines += ["options", *_table([_option_row(value) for value in first.values if value.name in BY_NAME]), ""]
+    lines += ["paths", *_table([_path_row(value) for value in first.values if value.name in PATH_NAMES]), ""]
+    for item in resolved:
+        lines += [*_plan_lines(item), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _option_row(value: Value) -> tuple[str, str, str]:
+    return BY_NAME[value.name].flag, _shown(value.value), _source(value)
+
+
+def _path_row(value: Value) -> tuple[str, str, str]:
+    flag = "--" + value.name.replace("_", "-")
+    if value.value is None:
+        return flag, "not set", _source(value)
+    text = str(value.value)
+    if PLACEHOLDER in text:
+        return flag, f"edit me: {flag} or RLK_REPRO_{value.name.upper()}", _source(value)
+    return flag, text if os.path.exists(text) else f"{text} (missing, {flag})", _source(value)
+
+
+def _source(value: Value) -> str:
+    return f"{value.source}: {value.origin}" if value.origin else value.source
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None or value == "" else f"{value}"
+
+
+def _table(rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+    return [f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  [{row[2]}]" for row in rows]
+
+
+def _plan_lines(item: ResolvedPlan) -> list[str]:
+    plan, shape = item.plan, item.plan.topology
+    lines = [
+        f"plan {plan.mode}",
+        f"  run directory   {plan.run_dir}",
+        f"  digest          {plan_digest(plan)}",
+        f"  contract        {plan.contract_id} ({plan.contract_digest[:16]})",
+        f"  training        TP {shape.train_tp} x CP {shape.train_cp} = {shape.train_tp * shape.train_cp} rank(s)",
+        f"  rollout         {shape.rollout_engines} engine(s) of TP {shape.rollout_tp} x CP {shape.rollout_cp}",
+    ]
+    if plan.model is not None:
+        model = plan.model
+        lines.append(
+            f"  model           {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} query and "
+            f"{model.num_kv_heads} KV heads of {model.head_dim}, vocabulary {model.vocab_size} "
+            f"(padded {model.padded_vocab_size})"
+        )
+    rollout = dict(plan.providers.rollout)
+    lines += [
+        f"  provider        {name:<14}train {provider:<8}rollout {rollout[name]}"
+        for name, provider in plan.providers.train
+    ]
+    return lines + [f"  note            {note}" for note in item.notes]

@@ -1,0 +1,108 @@
+"""What must be there before a run starts, judged on this machine; the first thing missing is one line and exit 2."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rl_engine.config.paths import PLACEHOLDER
+from rl_engine.config.resolve import ResolvedPlan
+from rl_engine.records.errors import UserError
+
+
+def refuse_unbuilt(resolved: Sequence[ResolvedPlan], *, detach: bool, resume: str | None) -> None:
+    """Refuses what plans but cannot run yet.
+
+    Raises:
+        UserError: a stack, backend or way of running that this version does not have.
+    """
+    plan = resolved[0].plan
+    if plan.stack != "builtin":
+        raise UserError(
+            f"--stack {plan.stack}",
+            "stack builtin: this version plans the others but does not run them",
+            "--stack builtin",
+        )
+    if plan.backend != "cpu":
+        raise UserError(
+            f"--backend {plan.backend}", "backend cpu: this version's built-in engines run on a CPU", "--backend cpu"
+        )
+    if plan.engine.pd:
+        raise UserError(
+            "--pd", "engines that prefill and decode: the built-in stack does not split them", "leave --pd out"
+        )
+    if detach:
+        raise UserError("--detach", "--wait: this version follows its runs to the end", "leave --detach out")
+    if resume is not None:
+        raise UserError(
+            f"--resume {resume}", "a new run: this version cannot go on with an old one", "leave --resume out"
+        )
+
+
+def wants_demo_model(resolved: ResolvedPlan) -> Path | None:
+    """Where the demo model is to be made, or None when the profile has none or the user names a model."""
+    facts = resolved.profile.profile.model
+    value = next(value for value in resolved.values if value.name == "model_root")
+    if facts is None or not facts.demo or value.source != "derived":
+        return None
+    return Path(str(value.value))
+
+
+def check_inputs(resolved: Sequence[ResolvedPlan]) -> None:
+    """Model, prompts and run directories of every plan.
+
+    Raises:
+        UserError: a model or prompt file that is missing, or a run directory that is already there.
+    """
+    for item in resolved:
+        plan = item.plan
+        _check_model(plan.model_root)
+        if plan.data.path is not None and not os.path.isfile(plan.data.path):
+            raise UserError(
+                f"no prompt file {plan.data.path}",
+                "a JSONL file",
+                "add --prompt-data FILE, or --data-source arithmetic",
+            )
+        for taken in filter(
+            None, (plan.run_dir, plan.pair_id and os.path.join(plan.output_root, f"{plan.pair_id}-pair.json"))
+        ):
+            if os.path.lexists(taken):
+                raise UserError(
+                    f"{taken} already there",
+                    "a new run directory",
+                    "choose another --run-id: runs are never overwritten",
+                )
+        _check_writable(Path(plan.output_root))
+
+
+def _check_model(model_root: str) -> None:
+    if not model_root or PLACEHOLDER in model_root:
+        raise UserError(
+            "no model", "a local Hugging Face checkpoint", "add --model-root DIR or set RLK_REPRO_MODEL_ROOT"
+        )
+    folder = Path(model_root)
+    if not folder.is_dir():
+        raise UserError(
+            f"no model directory {model_root}",
+            "a local Hugging Face checkpoint",
+            "check --model-root and RLK_REPRO_MODEL_ROOT",
+        )
+    if not (folder / "config.json").is_file():
+        raise UserError(f"no config.json in {model_root}", "a local Hugging Face checkpoint", "check --model-root")
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(
+            f"no *.safetensors in {model_root}",
+            "weights as safetensors",
+            "convert the checkpoint, or check --model-root",
+        )
+
+
+def _check_writable(root: Path) -> None:
+    existing = next((parent for parent in (root, *root.parents) if os.path.lexists(parent)), Path("/"))
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(
+            f"output root {root} that cannot be made ({existing} is not a writable folder)",
+            "a writable folder",
+            "add --output-root DIR",
+        )

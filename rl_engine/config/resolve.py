@@ -1,0 +1,438 @@
+"""Flags, environment and profile to Plans: one value at a time, each with where it came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+from rl_engine.config import topology as rules
+from rl_engine.config.host import HostFacts
+from rl_engine.config.options import BY_NAME, OPERATORS, OPTIONS, VERB_DEFAULTS, Option, Scalar, native_override
+from rl_engine.config.paths import PathResolver, Value
+from rl_engine.config.plan import (
+    DataPlan,
+    EnginePlan,
+    LossPlan,
+    ModelFacts,
+    OptimizerPlan,
+    Plan,
+    ProviderPlan,
+    RayPlan,
+    SamplingPlan,
+    Topology,
+)
+from rl_engine.config.profile import LoadedProfile, choose_profile, profile_default
+from rl_engine.numerics.contract import Contract
+from rl_engine.records.errors import UserError
+
+PLAN_SCHEMA = "rlkernel.plan.v1"
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
+MAX_CAPTURE = 512  # largest batch size captured as a graph
+PADDING = 128 * 8  # vocabulary padding, for every backend and width
+DEFAULT_RAY_ADDRESS = "http://127.0.0.1:8265"
+KEPT_OURS = (
+    "sample",
+    "adamw",
+    "grad_norm",
+)  # same noise and optimizer in both arms: only the model's arithmetic differs
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One command line: values by option and path name, as text (switches as True)."""
+
+    verb: str
+    flags: Mapping[str, str | bool]
+    path_flags: Mapping[str, str]
+    profile: str | None
+    env: Mapping[str, str]
+    cwd: Path
+    host: HostFacts
+    now: datetime.datetime
+    detach: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedPlan:
+    """A Plan with the source of every value, in the order they are shown, and remarks for the reader."""
+
+    plan: Plan
+    values: tuple[Value, ...]
+    notes: tuple[str, ...]
+    profile: LoadedProfile
+
+
+def resolve(request: Request) -> list[ResolvedPlan]:
+    """One plan for ``native`` or ``consistency``, two (native first) for ``paired``.
+
+    Raises:
+        UserError: any value, combination or profile that cannot be run as asked.
+    """
+    workspace_given = bool(request.path_flags.get("workspace") or request.env.get("RLK_REPRO_WORKSPACE"))
+    loaded = choose_profile(request.profile, request.env, request.cwd, request.host, workspace_given)
+    resolver = _Resolver(request, loaded)
+    mode = str(resolver.get("mode").value)
+    if mode != "paired":
+        return [resolver.plan(mode, None)]
+    _check_pairable(loaded)
+    pair = resolver.run_id("paired")
+    return [resolver.plan(arm, pair) for arm in ("native", "consistency")]
+
+
+def _check_pairable(loaded: LoadedProfile) -> None:
+    for name in ("rl_kernel", "vime", "megatron", "vllm"):
+        repository = getattr(loaded.profile.repositories, name)
+        if repository is None:
+            continue
+        pins = repository.revisions
+        if pins.native and pins.consistency and pins.native != pins.consistency:
+            raise UserError(
+                f"--mode paired with {name} pinned to {pins.native[:12]} and {pins.consistency[:12]}",
+                "one revision for both modes",
+                "run --mode native and --mode consistency one after the other",
+            )
+
+
+class _Resolver:
+    """Values of one request; every value asked for is remembered with its source."""
+
+    def __init__(self, request: Request, loaded: LoadedProfile) -> None:
+        self.request, self.loaded = request, loaded
+        self.values: dict[str, Value] = {}
+        self._run_id: str | None = None
+
+    # -- single values
+
+    def given(self, name: str) -> Value | None:
+        """Flag, then environment, then the verb's own default, then profile; None when nothing gives it."""
+        option = BY_NAME[name]
+        if name in self.request.flags:
+            return self._value(option, self.request.flags[name], "flag", option.flag)
+        if name == "ray_address" and self.request.env.get("RAY_API_SERVER_ADDRESS"):
+            return self._value(option, self.request.env["RAY_API_SERVER_ADDRESS"], "env", "RAY_API_SERVER_ADDRESS")
+        verb = VERB_DEFAULTS.get(self.request.verb, {})
+        if name in verb:
+            return self._value(option, verb[name], "default", f"of {self.request.verb}")
+        found = profile_default(self.loaded, name)
+        return self._value(option, found[0], "profile", found[1]) if found else None
+
+    def _value(self, option: Option, raw: Scalar, source: str, origin: str) -> Value:
+        return Value(option.name, option.convert(raw, origin), source, origin)
+
+    def get(self, name: str, derived: tuple[Scalar, str] | None = None) -> Value:
+        """The value of ``name``; ``derived`` (value, rule) stands in before the default."""
+        if name in self.values:
+            return self.values[name]
+        value = self.given(name)
+        if value is None and derived is not None:
+            value = Value(name, derived[0], "derived", derived[1])
+        if value is None:
+            value = Value(name, BY_NAME[name].default, "default", "")
+        self.values[name] = value
+        return value
+
+    def whole(self, name: str, derived: tuple[Scalar, str] | None = None) -> int:
+        return cast(int, self.get(name, derived).value)
+
+    def real(self, name: str, derived: tuple[Scalar, str] | None = None) -> float:
+        return float(cast(float, self.get(name, derived).value))
+
+    def text(self, name: str, derived: tuple[Scalar, str] | None = None) -> str:
+        return str(self.get(name, derived).value)
+
+    def switch(self, name: str) -> bool:
+        return self.get(name).value is True
+
+    # -- groups of values
+
+    def run_id(self, mode: str) -> str:
+        """The run id (the pair's in ``paired``), decided once."""
+        if self._run_id is None:
+            stamp = self.request.now.astimezone(datetime.UTC).strftime("%Y%m%dT%H%M%S%f") + "Z"
+            shape = self.shape()
+            self._run_id = self.text(
+                "run_id", (f"{mode}-tp{shape.train_tp}cp{shape.train_cp}-{stamp}", "<mode>-tp<T>cp<C>-<UTC time>")
+            )
+            if not RUN_ID.match(self._run_id):
+                raise UserError(
+                    f"--run-id {self._run_id!r}",
+                    "one path component of letters, digits, '.', '_' and '-', starting with a letter or digit",
+                    "for example --run-id first-try",
+                )
+        return self._run_id
+
+    def backend(self) -> str:
+        kind = self.request.host.gpu_kind or "cpu"
+        return self.text("backend", (kind, "the device of this machine"))
+
+    def devices(self) -> rules.Devices:
+        gpus = self.loaded.profile.requirements.gpus or 0
+        backend = self.backend()
+        return rules.Devices(
+            gpus=0 if backend == "cpu" else max(gpus, 1),
+            fixed=self.text("stack") == "vime",
+            oversubscribe=self.switch("oversubscribe"),
+        )
+
+    def shape(self) -> Topology:
+        """Training and rollout topology."""
+        tp = self.whole("tp_size")
+        devices = self.devices()
+        if "cp_size" not in self.values:
+            explicit = "cp_size" in self.request.flags
+            keeps = self.given("cp_size") is not None and "tp_size" not in self.request.flags
+            if explicit or keeps:
+                self.get("cp_size")
+            else:
+                profile_tp, profile_cp = (
+                    profile_default(self.loaded, "tp_size"),
+                    profile_default(self.loaded, "cp_size"),
+                )
+                ranks = cast(int, profile_tp[0] if profile_tp else 1) * cast(int, profile_cp[0] if profile_cp else 1)
+                cp = rules.derive_cp(tp, max(ranks, devices.gpus), devices)
+                self.values["cp_size"] = Value("cp_size", cp, "derived", "training ranks / TP")
+        return rules.build_topology(
+            tp, self.whole("cp_size"), self.whole("rollout_tp_size"), self.whole("rollout_cp_size"), devices
+        )
+
+    def batch(self) -> tuple[int, int, int]:
+        """Prompts, samples per prompt and their product; a flag on a factor discards the profile's product."""
+        prompts, samples = self.whole("rollout_batch_size"), self.whole("samples_per_prompt")
+        product = prompts * samples
+        factor_flag = bool({"rollout_batch_size", "samples_per_prompt"} & set(self.request.flags))
+        if factor_flag and "global_batch_size" not in self.request.flags:
+            self.values["global_batch_size"] = Value("global_batch_size", product, "derived", "prompts x samples")
+        total = self.whole("global_batch_size", (product, "prompts x samples"))
+        if total != product:
+            raise UserError(
+                f"--global-batch-size {total} with {prompts} prompts x {samples} samples = {product}",
+                "their product: one update per rollout",
+                f"leave --global-batch-size out, or set it to {product}",
+            )
+        if product > 2**20:
+            raise UserError(
+                f"{prompts} prompts x {samples} samples = {product}",
+                "at most 1048576 samples per update",
+                "lower one of them",
+            )
+        return prompts, samples, total
+
+    def providers(self, mode: str) -> ProviderPlan:
+        """Provider per operator and side."""
+        backend, stack = self.backend(), self.text("stack")
+        ours = ("cpu" if self.request.host.chain else "torch") if backend == "cpu" else "triton"
+        table = {operator: ours for operator in OPERATORS}
+        if mode == "native":
+            kept = () if stack == "vime" else KEPT_OURS
+            table = {operator: ours if operator in kept else "stock" for operator in OPERATORS}
+        sides = {"train": dict(table), "rollout": dict(table)}
+        arm = getattr(self.loaded.profile.modes, mode)
+        sides["train"].update(arm.providers.train)
+        sides["rollout"].update(arm.providers.rollout)
+        override = self.text("native")
+        if override and mode == "consistency":
+            for side, operators in zip(("train", "rollout"), native_override(override), strict=True):
+                sides[side].update(dict.fromkeys(operators, "stock"))
+        elif override and self.text("mode") == "native":
+            raise UserError(
+                "--native with --mode native",
+                "--mode consistency or paired",
+                "in native mode every operator is stock already",
+            )
+        return ProviderPlan(tuple(sorted(sides["train"].items())), tuple(sorted(sides["rollout"].items())))
+
+    def model(self, model_root: str | None) -> tuple[ModelFacts, str]:
+        """Facts from ``config.json`` where it is on disk, else from the profile; with the source in words."""
+        if model_root and os.path.isfile(os.path.join(model_root, "config.json")):
+            return read_model_facts(Path(model_root)), "config.json"
+        facts = self.loaded.profile.model
+        if facts is None:
+            raise UserError(
+                f"model root {model_root or '(none)'} without config.json and a profile without model facts",
+                "one of the two",
+                "add --model-root DIR of a Hugging Face checkpoint",
+            )
+        padded = facts.padded_vocab_size or pad_vocab(facts.vocab_size)
+        body = facts.model_dump(exclude={"name", "demo", "padded_vocab_size"})
+        return ModelFacts(padded_vocab_size=padded, **body), "profile"
+
+    def ray(self, mode_needs_address: bool) -> RayPlan:
+        address: str | None = None
+        if mode_needs_address:
+            address = self.text("ray_address", (DEFAULT_RAY_ADDRESS, "Ray's own default"))
+        else:
+            self.values["ray_address"] = Value("ray_address", None, "derived", "our own Ray head on loopback")
+        return RayPlan(address, self.whole("ray_port"), self.whole("ray_dashboard_port"))
+
+    def paths(self, mode: str) -> dict[str, Value]:
+        facts = self.loaded.profile.model
+        resolver = PathResolver(
+            self.request.path_flags,
+            self.request.env,
+            self.loaded.profile.paths,
+            self.loaded.file,
+            mode,
+            facts.name if facts is not None and facts.demo else None,
+            self.text("stack") == "vime",
+        )
+        return resolver.resolve()
+
+    def limits(self) -> None:
+        rules.check_limits(
+            rules.Limits(
+                self.request.verb,
+                self.backend(),
+                self.text("stack"),
+                self.whole("rollout_top_k"),
+                self.switch("pd"),
+                self.switch("allow_dirty"),
+                "ray_address" in self.request.flags,
+                self.request.detach,
+            )
+        )
+
+    def data(self, paths: Mapping[str, Value], prompts: int, samples: int) -> DataPlan:
+        prompt_data = paths["prompt_data"]
+        if prompt_data.source in ("flag", "env"):
+            if self.request.flags.get("data_source") == "arithmetic":
+                raise UserError(
+                    f"--data-source arithmetic with {prompt_data.origin}", "one of the two", "leave one of them out"
+                )
+            self.values["data_source"] = Value("data_source", "jsonl", "derived", f"{prompt_data.origin} is given")
+        source = self.text("data_source")
+        path = str(prompt_data.value) if source == "jsonl" else None
+        return DataPlan(source, path, prompts, samples, self.whole("seed"))
+
+    def sampling(self) -> SamplingPlan:
+        return SamplingPlan(
+            self.real("rollout_temperature"),
+            self.real("rollout_top_p"),
+            self.whole("rollout_top_k"),
+            self.whole("max_response_len"),
+            self.whole("rollout_seed"),
+        )
+
+    def engine(self, shape: Topology, samples: int) -> EnginePlan:
+        pd = self.switch("pd")
+        memory = self.real("vllm_gpu_memory_utilization", rules.derived_memory_share(shape, pd))
+        if pd:
+            rules.check_pd(shape, self.text("stack"), memory)
+        largest = min(math.ceil(samples / shape.rollout_engines), MAX_CAPTURE)
+        return EnginePlan(
+            memory,
+            () if self.backend() == "cpu" else tuple(range(1, largest + 1)),
+            self.switch("oversubscribe"),
+            pd,
+            self.switch("native_deterministic"),
+            tuple(tuple(entry) for entry in self.loaded.profile.runner_args),
+        )
+
+    # -- the whole
+
+    def plan(self, mode: str, pair: str | None) -> ResolvedPlan:
+        """The plan of one arm."""
+        self.limits()
+        shape = self.shape()
+        prompts, samples, total = self.batch()
+        paths = self.paths(mode)
+        facts, facts_source = self.model(cast("str | None", paths["model_root"].value))
+        sampling = self.sampling()
+        rules.check_model(shape, facts, sampling.top_k)
+        backend, stack = self.backend(), self.text("stack")
+        kind = {"cpu": "cpu", "cuda": "cuda-sm90", "rocm": "rocm-gfx942"}[backend]
+        gemm = "chain256" if backend == "cpu" and not self.request.host.chain else "chain"
+        fold = self.whole("fold_tokens", (Contract().fold_tokens, "the contract's"))
+        contract = Contract(device_kind=kind, gemm=gemm, fold_tokens=fold)
+        run_id = f"{pair}-{mode}" if pair else self.run_id(mode)
+        output_root = str(paths["output_root"].value)
+        evidence, why = rules.evidence_of(
+            shape, backend, stack, self.switch("pd"), self.switch("oversubscribe"), self.switch("allow_dirty")
+        )
+        plan = Plan(
+            schema_version=PLAN_SCHEMA,
+            profile=self.loaded.profile.name,
+            mode=mode,
+            backend=backend,
+            stack=stack,
+            run_id=run_id,
+            run_dir=os.path.join(output_root, run_id),
+            model_root=str(paths["model_root"].value or ""),
+            python=str(paths["python"].value or ""),
+            rollouts=self.whole("rollouts"),
+            seed=self.whole("seed"),
+            global_batch_size=total,
+            max_tokens_per_gpu=self.whole("max_tokens_per_gpu", (max(1, 1024 // shape.train_cp), "1024 // CP")),
+            fold_tokens=fold,
+            threads=self.whole("threads", (self.request.host.cores, "cores of this machine")),
+            require_updates=self.switch("require_updates"),
+            gradients=self.text("gradients"),
+            contract_id=contract.id,
+            contract_digest=contract.digest(),
+            evidence=evidence,
+            topology=shape,
+            sampling=sampling,
+            optimizer=OptimizerPlan(self.real("lr"), self.real("weight_decay"), 0.9, 0.98, 1e-8, 1.0),
+            loss=LossPlan(self.real("kl_coef"), self.text("grpo_std_normalization") == "enabled", 1e-6, 0.2, 0.2),
+            data=self.data(paths, prompts, samples),
+            providers=self.providers(mode),
+            model=facts,
+            engine=self.engine(shape, total),
+            ray=self.ray(stack == "vime" and backend == "cuda"),
+            pair_id=pair,
+            output_root=output_root,
+            paths=tuple(sorted((name, str(value.value)) for name, value in paths.items() if value.value is not None)),
+            allow_dirty=self.switch("allow_dirty"),
+            require_control=self.switch("require_control"),
+        )
+        notes = (f"evidence {evidence}: {why}", f"model facts from {facts_source}")
+        ordered = tuple(self.values[option.name] for option in OPTIONS if option.name in self.values)
+        return ResolvedPlan(plan, (*ordered, *paths.values()), notes, self.loaded)
+
+
+def pad_vocab(size: int) -> int:
+    """The next multiple of 128 x 8."""
+    return (size + PADDING - 1) // PADDING * PADDING
+
+
+def read_model_facts(model_root: Path) -> ModelFacts:
+    """Facts from a Hugging Face ``config.json``.
+
+    Raises:
+        UserError: not JSON, or a field that is missing or not a positive whole number.
+    """
+    file = model_root / "config.json"
+    try:
+        body = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{file} that cannot be read ({error})", "a Hugging Face config.json", "check --model-root"
+        ) from None
+
+    def number(name: str, otherwise: int | None = None) -> int:
+        value = body.get(name, otherwise) if isinstance(body, dict) else None
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UserError(f"{name} = {value!r} in {file}", "a positive whole number", "check --model-root")
+        return value
+
+    heads, hidden = number("num_attention_heads"), number("hidden_size")
+    vocab = number("vocab_size")
+    return ModelFacts(
+        num_layers=number("num_hidden_layers"),
+        hidden_size=hidden,
+        intermediate_size=number("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=number("num_key_value_heads", heads),
+        head_dim=number("head_dim", max(1, hidden // heads))
+        if body.get("head_dim") is not None
+        else max(1, hidden // heads),
+        vocab_size=vocab,
+        padded_vocab_size=pad_vocab(vocab),
+        tied=body.get("tie_word_embeddings") is True,
+    )

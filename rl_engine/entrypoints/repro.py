@@ -1,0 +1,241 @@
+"""The command line: parse, call, print. ``rlk-repro``, ``./rlk`` and ``python -m rl_engine.entrypoints.repro``.
+
+Exit codes: 0 success; 1 a check failed; 2 the user's mistake or a missing piece, one line; 3 the run itself failed;
+130 interrupted. Only the standard library is imported here; every verb imports what it calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command line and returns its exit code."""
+    from rl_engine.entrypoints.parser import FORWARDED, parse
+    from rl_engine.records.errors import UserError
+
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if argv and argv[0] in FORWARDED and not {"-h", "--help"} & set(argv[1:2]):
+            return _forward(argv[0], argv[1:])
+        args = parse(argv)
+        return _VERBS[args.verb](args)
+    except UserError as error:
+        sys.stderr.write(f"rlk-repro: {' '.join(str(error).split())}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("rlk-repro: interrupted\n")
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away (``| head``): nothing is left to say, and nobody to say it to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _talk(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def _room(module: str, what: str) -> object:
+    """The module that does ``what``; one line and exit 2 when this version does not have it."""
+    import importlib
+    import importlib.util
+
+    from rl_engine.records.errors import UserError
+
+    parent = module.rpartition(".")[0]
+    if importlib.util.find_spec(parent) is None or importlib.util.find_spec(module) is None:
+        raise UserError(
+            what, "a verb that this version has", "it plans and parses already; see the README for what runs"
+        )
+    return importlib.import_module(module)
+
+
+def _request(args: argparse.Namespace) -> object:
+    import datetime
+
+    from rl_engine.config.host import this_host
+    from rl_engine.config.resolve import Request
+
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    return Request(
+        verb=args.verb,
+        flags={name[len("option_") :]: value for name, value in given.items() if name.startswith("option_")},
+        path_flags={name[len("path_") :]: value for name, value in given.items() if name.startswith("path_")},
+        profile=args.profile,
+        env=dict(os.environ),
+        cwd=Path.cwd(),
+        host=this_host(_chain_available()),
+        now=datetime.datetime.now(datetime.UTC),
+        detach=bool(getattr(args, "detach", False)),
+    )
+
+
+def _chain_available() -> bool:
+    """Whether the C chain kernel can be had here; the operators' room knows."""
+    from rl_engine.ops.library import available
+
+    return bool(available())
+
+
+def _resolve(args: argparse.Namespace) -> list:
+    from rl_engine.config.resolve import resolve
+
+    return resolve(_request(args))
+
+
+def _print_plan(args: argparse.Namespace, resolved: list) -> None:
+    import json
+
+    from rl_engine.config.document import plan_document, plan_text
+
+    if args.json:
+        print(json.dumps(plan_document(resolved), indent=1, allow_nan=False))
+    else:
+        sys.stdout.write(plan_text(resolved))
+
+
+def _plan(args: argparse.Namespace) -> int:
+    resolved = _resolve(args)
+    _print_plan(args, resolved)
+    if not args.check:
+        return 0
+    return _room("rl_engine.checks.doctor", "plan --check").main(resolved, json_output=args.json)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from rl_engine.config.document import profile_line
+    from rl_engine.config.preflight import check_inputs, refuse_unbuilt, wants_demo_model
+
+    request = _request(args)
+    from rl_engine.config.resolve import resolve
+
+    resolved = resolve(request)
+    if args.dry_run:
+        _print_plan(args, resolved)
+        return 0
+    _talk(profile_line(resolved[0]))
+    refuse_unbuilt(resolved, detach=args.detach, resume=args.resume)
+    directory = wants_demo_model(resolved[0])
+    if directory is not None:
+        from rl_engine.data.demo_model import ensure
+
+        ensure(directory, _talk)
+        resolved = resolve(request)  # the shape now comes from the checkpoint itself
+    check_inputs(resolved)
+    local = _room("rl_engine.orchestrators.local", "run")
+    return local.run([item.plan for item in resolved], wait=not args.detach, json_output=args.json)
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from rl_engine.config.document import profile_line
+
+    resolved = _resolve(args)
+    _talk(profile_line(resolved[0]))
+    prepare = _room("rl_engine.data.prepare", "prepare")
+    return prepare.main(
+        resolved[0],
+        download_data=args.download_data,
+        data_url=args.data_url,
+        convert_checkpoint=args.convert_checkpoint,
+        json_output=args.json,
+        talk=_talk,
+    )
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    return _room("rl_engine.checks.doctor", "doctor").main(_resolve(args), json_output=args.json)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    resolved = _resolve(args)
+    return _room("rl_engine.orchestrators.verify", "verify").main(resolved, matrix=args.matrix, json_output=args.json)
+
+
+def _validate(args: argparse.Namespace) -> int:
+    from rl_engine.records.errors import UserError
+
+    given = [folder for folder in (args.run, args.run_dir) if folder]
+    if len(given) != 1:
+        raise UserError(f"{len(given)} run directories", "exactly one", "rlk-repro validate --run-dir DIR")
+    run_dir = Path(given[0])
+    if not run_dir.is_dir():
+        raise UserError(f"no run directory {run_dir}", "the run_dir that `run` printed", "check --run-dir")
+    validate = _room("rl_engine.checks.validate", "validate")
+    return validate.main(
+        run_dir, seal=args.seal, rescore=args.rescore, expect_root=args.expect_root, json_output=args.json
+    )
+
+
+def _report(args: argparse.Namespace) -> int:
+    from rl_engine.config.paths import Value
+
+    report = _room("rl_engine.report.cli", "report")
+    args.option_mode = "consistency"  # only the paths are asked for
+    paths = {value.name: value for value in _resolve(args)[0].values if isinstance(value, Value)}
+    output = Path(args.output) if args.output else None
+    return report.main(
+        Path(str(paths["output_root"].value)),
+        include_unsealed=args.include_unsealed,
+        output=output,
+        json_output=args.json,
+    )
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from rl_engine.records.errors import UserError
+
+    for folder in (args.a, args.b):
+        if not Path(folder).is_dir():
+            raise UserError(f"no run directory {folder}", "two run directories", "check the two arguments")
+    return _room("rl_engine.checks.compare", "compare").main(Path(args.a), Path(args.b), args.json)
+
+
+def _detached(args: argparse.Namespace) -> int:
+    room = _room("rl_engine.orchestrators.detached", args.verb)
+    return getattr(room, args.verb)(args.run, json_output=args.json)
+
+
+def _forward(verb: str, rest: list[str]) -> int:
+    """Verbs whose own room parses their arguments."""
+    if verb == "bench":
+        import subprocess
+
+        from rl_engine.config.paths import REPOSITORY
+        from rl_engine.records.errors import UserError
+
+        if not (REPOSITORY / "benchmarks" / "__main__.py").is_file():
+            raise UserError("bench", "a checkout with benchmarks/", "run it from a clone of the repository")
+        return subprocess.call([sys.executable, "-m", "benchmarks", *rest], cwd=REPOSITORY)
+    modules = {
+        "qualify": "rl_engine.qualify.cli",
+        "diagnose": "rl_engine.diagnose.cli",
+        "locate": "rl_engine.diagnose.locate",
+    }
+    return _room(modules[verb], verb).main(rest)
+
+
+_VERBS = {
+    "plan": _plan,
+    "run": _run,
+    "prepare": _prepare,
+    "doctor": _doctor,
+    "verify": _verify,
+    "validate": _validate,
+    "report": _report,
+    "compare": _compare,
+    "attach": _detached,
+    "stop": _detached,
+    "qualify": lambda args: _forward("qualify", []),
+    "diagnose": lambda args: _forward("diagnose", []),
+    "locate": lambda args: _forward("locate", []),
+    "bench": lambda args: _forward("bench", []),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
