@@ -71,9 +71,11 @@ class Option:
             return "true or false"
         if self.kind == "str":
             return "a non-empty text"
+        if self.name == "rollout_top_k":
+            return "-1 (no filter) or a whole number of at least 1"
         noun = "a whole number" if self.kind == "int" else "a finite number"
         if self.low is not None and self.high is not None:
-            return f"{noun} in {'(' if self.low_open else '['}{self.low:g}, {self.high:g}]"
+            return f"{noun} in {'(' if self.low_open else '['}{self.low:.10g}, {self.high:.10g}]"
         if self.low is not None:
             return f"{noun} {'above' if self.low_open else 'of at least'} {self.low:g}"
         return noun
@@ -108,7 +110,7 @@ class Option:
         if self.name == "rollout_temperature":
             return "greedy decoding (temperature 0) has no log-probability to compare; try --temperature 0.7"
         if self.name == "rollout_top_k":
-            return "-1 turns the filter off"
+            return "leave it out to keep every token"
         example = self.default if self.default is not None else "1"
         return f"for example {self.flag} {example}"
 

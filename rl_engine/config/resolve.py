@@ -46,7 +46,7 @@ KEPT_OURS = (
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One command line: values by option and path name, as text (switches as True)."""
+    """One command line: values by option and path name, as text (switches as True); ``spelled``: flags as typed."""
 
     verb: str
     flags: Mapping[str, str | bool]
@@ -57,6 +57,7 @@ class Request:
     host: HostFacts
     now: datetime.datetime
     detach: bool = False
+    spelled: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +115,7 @@ class _Resolver:
         """Flag, then environment, then the verb's own default, then profile; None when nothing gives it."""
         option = BY_NAME[name]
         if name in self.request.flags:
-            return self._value(option, self.request.flags[name], "flag", option.flag)
+            return self._value(option, self.request.flags[name], "flag", self.request.spelled.get(name, option.flag))
         if name == "ray_address" and self.request.env.get("RAY_API_SERVER_ADDRESS"):
             return self._value(option, self.request.env["RAY_API_SERVER_ADDRESS"], "env", "RAY_API_SERVER_ADDRESS")
         verb = VERB_DEFAULTS.get(self.request.verb, {})

@@ -30,6 +30,16 @@ FORWARDED = ("diagnose", "locate", "qualify", "bench")
 MODES = "--wait --detach --dry-run"
 
 
+class Spelled(argparse.Action):
+    """Keeps the value and the spelling of the flag that gave it, so that messages repeat what was typed."""
+
+    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
+        setattr(namespace, self.dest, values)
+        spelled = dict(getattr(namespace, "spelled", {}))
+        spelled[self.dest] = option_string
+        namespace.spelled = spelled
+
+
 class Parser(argparse.ArgumentParser):
     """Reports a wrong command line as the project's one line, with exit code 2."""
 
@@ -76,7 +86,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         rest = option.derived or ("none" if option.default is None else str(option.default))
         choices = "{" + ",".join(option.choices) + "}" if option.choices else option.kind.upper()
         text = (option.help + " (" + rest + ")").replace("%", "%%")
-        group.add_argument(*option.flags, dest="option_" + option.name, metavar=choices, help=text)
+        group.add_argument(*option.flags, dest="option_" + option.name, action=Spelled, metavar=choices, help=text)
 
 
 def _add_paths(parser: argparse.ArgumentParser) -> None:

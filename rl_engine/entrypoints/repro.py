@@ -26,6 +26,15 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         sys.stderr.write(f"rlk-repro: {' '.join(str(error).split())}\n")
         return 2
+    except ModuleNotFoundError as error:
+        if (error.name or "rl_engine").partition(".")[0] == "rl_engine":
+            raise
+        need = "an environment with RL-Kernel's dependencies"
+        hint = "./rlk makes one, or: python -m pip install -e ."
+        sys.stderr.write(
+            f"rlk-repro: found no module {error.name} in {sys.executable}, expected {need}; hint: {hint}\n"
+        )
+        return 2
     except KeyboardInterrupt:
         sys.stderr.write("rlk-repro: interrupted\n")
         return 130
@@ -72,6 +81,7 @@ def _request(args: argparse.Namespace) -> object:
         host=this_host(_chain_available()),
         now=datetime.datetime.now(datetime.UTC),
         detach=bool(getattr(args, "detach", False)),
+        spelled={name[len("option_") :]: flag for name, flag in getattr(args, "spelled", {}).items()},
     )
 
 
