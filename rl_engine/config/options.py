@@ -9,12 +9,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Union
 
 from rl_engine.records.errors import UserError
 
 Scalar = Union[str, int, float, bool]  # noqa: UP007 - Python 3.8 evaluates this line
+
+NUMBER = re.compile(r"[+-]?(\d|\.\d|nan$|inf)[\d.eE+-]*(inity)?\Z", re.IGNORECASE)  # no blanks, no 1_000
 
 OPERATORS: tuple[str, ...] = (
     "embedding",
@@ -128,6 +131,8 @@ def _typed(option: Option, raw: object) -> Scalar | None:
     if option.kind in ("str", "choice"):
         return raw if isinstance(raw, str) and raw.strip() and "\0" not in raw else None
     if isinstance(raw, bool) or not isinstance(raw, (str, int, float)):
+        return None
+    if isinstance(raw, str) and not NUMBER.match(raw):
         return None
     try:
         if option.kind == "int":

@@ -97,6 +97,7 @@ class PathResolver:
         env: the environment.
         profile: the profile's ``paths``.
         profile_file: its file, against whose folder relative profile paths are taken.
+        cwd: the working directory, against which flags and variables are taken.
         mode: selects ``te_root_native`` or ``te_root_consistency``.
         demo_model: folder name of the demo model, or None when the profile is not a demo profile.
         needs_workspace: True for a stack that has no default workspace.
@@ -108,12 +109,13 @@ class PathResolver:
         env: Mapping[str, str],
         profile: Mapping[str, str],
         profile_file: Path,
+        cwd: Path,
         mode: str,
         demo_model: str | None,
         needs_workspace: bool,
     ) -> None:
         self._flags, self._env, self._profile = flags, env, profile
-        self._profile_file, self._mode = profile_file, mode
+        self._profile_file, self._cwd, self._mode = profile_file, cwd, mode
         self._demo_model, self._needs_workspace = demo_model, needs_workspace
         self._done: dict[str, Value] = {}
 
@@ -134,10 +136,10 @@ class PathResolver:
                 raise UserError(
                     f"{option.flag} with an empty path", "a path", f"leave {option.flag} out for its default"
                 )
-            return Value(option.name, absolute(raw, Path.cwd()), "flag", option.flag)
+            return Value(option.name, absolute(raw, self._cwd), "flag", option.flag)
         raw = self._env.get(option.variable)
         if raw:
-            return Value(option.name, absolute(raw, Path.cwd()), "env", option.variable)
+            return Value(option.name, absolute(raw, self._cwd), "env", option.variable)
         for key in (f"{option.name}_{self._mode}", option.name):
             raw = self._profile.get(key)
             if raw:
@@ -175,7 +177,7 @@ class PathResolver:
             raise UserError(
                 "no workspace", "a folder for sources, data and runs", "add --workspace DIR or set RLK_REPRO_WORKSPACE"
             )
-        return os.path.join(os.getcwd(), ".rlk-workspace"), ".rlk-workspace in the working directory"
+        return str(self._cwd / ".rlk-workspace"), ".rlk-workspace in the working directory"
 
     def _default_runtime(self, name: str) -> tuple[str | None, str]:
         workspace, python = self._text("workspace"), self._done["python"].value if "python" in self._done else None

@@ -279,6 +279,7 @@ class _Resolver:
             self.request.env,
             self.loaded.profile.paths,
             self.loaded.file,
+            self.request.cwd,
             mode,
             facts.name if facts is not None and facts.demo else None,
             self.text("stack") == "vime",

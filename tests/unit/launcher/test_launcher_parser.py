@@ -1,0 +1,193 @@
+"""The command line: exit codes, one-line refusals, help without an environment."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from rl_engine.config.paths import REPOSITORY
+from rl_engine.entrypoints.parser import VERBS
+from rl_engine.entrypoints.repro import main
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch, tmp_path):
+    import os
+
+    for name in [name for name in os.environ if name.startswith("RLK_REPRO_") or name == "RAY_API_SERVER_ADDRESS"]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+def refused(capsys, *argv: str) -> str:
+    assert main(list(argv)) == 2
+    line = capsys.readouterr().err.rstrip("\n").splitlines()[-1]
+    assert line.startswith("rlk-repro: found ")
+    assert ", expected " in line
+    assert "; hint: " in line
+    return line
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["pln"], "did you mean plan?"),
+        (["plan", "--temprature", "1"], "did you mean --temperature?"),
+        (["plan", "--temperature", "0"], "--temperature 0"),
+        (["plan", "--temperature", "nan"], "finite number"),
+        (["plan", "--temperature", "-inf"], "--temperature"),
+        (["plan", "--top-k", "0"], "--top-k 0"),
+        (["plan", "--seed"], "--seed"),
+        (["plan", "surplus"], "surplus"),
+        (["run", "--wait", "--detach"], "not allowed"),
+        (["run", "--model-root", "/does/not/exist"], "/does/not/exist"),
+        (["run", "--resume", "x"], "--resume"),
+        (["validate"], "exactly one"),
+        (["validate", "--run-dir", "nowhere"], "nowhere"),
+        (["compare", "a", "b"], "no run directory a"),
+        (["plan", "--profile", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_exit_2(capsys, argv, part):
+    assert part in refused(capsys, *argv)
+
+
+def test_no_verb_shows_help_and_refuses(capsys):
+    assert "no verb" in refused(capsys)
+
+
+def test_plan_prints_every_value_with_its_source(capsys):
+    assert main(["plan", "--tp", "3", "--steps", "7"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("profile cpu-smollm2 ")
+    for part in (
+        "flag: --tp]",
+        "flag: --steps]",
+        "derived: training ranks / TP]",
+        "profile: defaults.lr]",
+        "(missing, --model-root)",
+    ):
+        assert part in out
+
+
+def test_plan_json_is_one_object(capsys):
+    assert main(["plan", "--json", "--mode", "consistency"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert [entry["plan"]["mode"] for entry in body["plans"]] == ["consistency"]
+    assert {value["source"] for value in body["values"]} <= {"flag", "env", "profile", "derived", "default"}
+
+
+def test_run_hands_both_plans_to_the_orchestrator(monkeypatch, capsys, tmp_path):
+    seen: dict[str, object] = {}
+
+    def run(plans, *, wait, json_output):
+        seen.update(plans=plans, wait=wait, json_output=json_output)
+        return 1
+
+    monkeypatch.setitem(sys.modules, "rl_engine.orchestrators.local", types.SimpleNamespace(run=run, __spec__=None))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"")
+    config = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 99,
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    assert main(["run", "--model-root", str(model), "--json"]) == 1
+    assert [plan.mode for plan in seen["plans"]] == ["native", "consistency"]
+    assert (seen["wait"], seen["json_output"]) == (True, True)
+    assert capsys.readouterr().err.startswith("profile cpu-smollm2")
+    assert not (tmp_path / ".rlk-workspace").exists()
+
+
+def test_dry_run_writes_nothing(tmp_path, capsys):
+    assert main(["run", "--dry-run"]) == 0
+    assert "plan consistency" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", sorted(VERBS))
+def test_every_verb_has_help(capsys, verb):
+    with pytest.raises(SystemExit) as caught:
+        main([verb, "--help"])
+    assert caught.value.code == 0
+    assert f"usage: rlk-repro {verb}" in capsys.readouterr().out
+
+
+def test_interrupt_is_130(monkeypatch):
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rl_engine.entrypoints.repro._VERBS", {"plan": interrupt})
+    assert main(["plan"]) == 130
+
+
+def test_help_imports_the_standard_library_alone():
+    code = (
+        "import sys; from rl_engine.entrypoints.parser import build_parser; build_parser(); "
+        "print([m for m in ('torch', 'numpy', 'pydantic', 'ray', 'rich') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("shell", ["sh", "dash"])
+def test_launcher_is_posix_shell_and_answers_help_without_an_environment(shell, tmp_path):
+    import shutil
+
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell} here")
+    subprocess.run([shell, "-n", str(REPOSITORY / "rlk")], check=True, timeout=30)
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    started = time.monotonic()
+    for argv in (["--help"], ["plan", "--help"]):
+        done = subprocess.run(
+            [shell, str(REPOSITORY / "rlk"), *argv],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        assert (done.returncode, done.stdout[:16]) == (0, "usage: rlk-repro"), done.stderr
+    assert time.monotonic() - started < 10  # generous: this bounds a hang or an install, not speed
+
+
+def test_launcher_refuses_a_named_interpreter_that_is_not_there(tmp_path):
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "RLK_REPRO_RUNTIME_ROOT": str(tmp_path / "none")}
+    done = subprocess.run(
+        ["sh", str(REPOSITORY / "rlk"), "run"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "RLK_REPRO_RUNTIME_ROOT" in done.stderr
+
+
+def test_lock_pins_everything_exactly():
+    folder = REPOSITORY / "requirements"
+    for file in sorted(folder.glob("*.txt")):
+        for line in file.read_text().splitlines():
+            if line and not line.startswith("#"):
+                assert line.count("==") == 1, f"{file.name}: {line}"
+                assert not line.lower().startswith("nvidia"), line
+                assert "://" not in line
+                assert "+" not in line  # a local version would bind the lock to one build of torch
+    assert "torch==2.13.0" in Path(folder / "lock.txt").read_text().splitlines()
