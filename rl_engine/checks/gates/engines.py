@@ -1,0 +1,135 @@
+"""Gates about the processes: topology, routes, execution form, contract, qualification, threads."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from rl_engine.checks.gates.evidence import Gate, RunEvidence
+from rl_engine.records.types import RouteFile, RouteRecord
+
+Verdict = tuple[bool, str, str]
+
+
+def _topology(evidence: RunEvidence) -> Verdict:
+    plan = evidence.plan.topology
+    train, rollout = evidence.engines("train"), evidence.engines("rollout")
+    train_ranks = sorted(rank for _, rank in train)
+    if train_ranks != list(range(plan.train_tp * plan.train_cp)):
+        return False, f"trainer ranks {train_ranks}", "run it again"
+    engines: dict[str, list[int]] = defaultdict(list)
+    for engine, rank in rollout:
+        engines[engine].append(rank)
+    if len(engines) != plan.rollout_engines:
+        return False, f"{len(engines)} rollout engines", "run it again"
+    for engine, ranks in sorted(engines.items()):
+        if sorted(ranks) != list(range(plan.rollout_tp * plan.rollout_cp)):
+            return False, f"engine {engine} with ranks {sorted(ranks)}", "run it again"
+    for facts in evidence.facts:
+        strangers = {sample.engine for sample in facts.samples} - set(engines)
+        if strangers:
+            return False, f"step {facts.step}: samples of engine {min(strangers)[:40]!r}", "run it again"
+    return True, f"{len(train)} trainer ranks, {len(engines)} engines of {plan.rollout_tp * plan.rollout_cp} ranks", ""
+
+
+def _route_files(evidence: RunEvidence) -> Verdict:
+    workers = evidence.engines("train") | evidence.engines("rollout")
+    routed = {(route.engine, route.rank) for route in evidence.routes}
+    odd = sorted(workers ^ routed)
+    if odd:
+        return False, f"worker {odd[0][0]}-{odd[0][1]} without route file or environment", "run it again"
+    return True, f"{len(routed)} workers", ""
+
+
+def _routes(evidence: RunEvidence) -> Verdict:
+    planned = {"train": dict(evidence.plan.providers.train), "rollout": dict(evidence.plan.providers.rollout)}
+    sides = {worker: "train" for worker in evidence.engines("train")}
+    sides |= {worker: "rollout" for worker in evidence.engines("rollout")}
+    total = 0
+    for file in evidence.routes:
+        side = sides[(file.engine, file.rank)]
+        problem = _route_problem(file, side, planned[side])
+        if problem:
+            return False, f"{file.engine}-{file.rank} {problem}", "no provider may be replaced; run `doctor`"
+        total += sum(route.calls for route in file.routes)
+    return True, f"{total} calls, all through the planned providers", ""
+
+
+def _route_problem(file: RouteFile, side: str, planned: dict[str, str]) -> str:
+    called: dict[str, int] = defaultdict(int)
+    for route in file.routes:
+        problem = _record_problem(route, side, planned)
+        if problem:
+            return problem
+        called[route.operator] += route.calls
+    missing = sorted(operator for operator in planned if called[operator] < 1)
+    return f"{missing[0]}: never called" if missing else ""
+
+
+def _record_problem(route: RouteRecord, side: str, planned: dict[str, str]) -> str:
+    if route.side != side:
+        return f"{route.operator}: counted on side {route.side}"
+    if route.operator not in planned:
+        return f"{route.operator}: not an operator of the plan"
+    if route.provider != planned[route.operator]:
+        return f"{route.operator}: through {route.provider}, planned {planned[route.operator]}"
+    counts = list(route.shapes.values())
+    if route.calls < 1 or any(count < 1 for count in counts) or sum(counts) != route.calls:
+        return f"{route.operator}: {route.calls} calls, {sum(counts)} by shape"
+    return ""
+
+
+def _refusals(evidence: RunEvidence) -> Verdict:
+    refusals = [event for event in evidence.events if event.kind == "refusal"]
+    if refusals and evidence.plan.mode == "consistency":
+        return False, f"{len(refusals)} refusals, first {str(refusals[0].fields)[:120]}", "run `qualify`"
+    return True, f"{len(refusals)} refusals", ""
+
+
+def _execution(evidence: RunEvidence) -> Verdict:
+    graphs = [route for file in evidence.routes for route in file.routes if route.execution == "graph"]
+    if evidence.plan.backend == "cpu" and graphs:
+        return False, f"{graphs[0].operator} captured in a graph", "run it again"
+    return True, f"{sum(route.calls for route in graphs)} calls from graphs", ""
+
+
+def _contract(evidence: RunEvidence) -> Verdict:
+    wanted = (evidence.plan.contract_id, evidence.plan.contract_digest)
+    for record in evidence.workers:
+        if (record.contract_id, record.contract_digest) != wanted:
+            shown = f"{record.contract_id[:60]} {record.contract_digest[:16]}"
+            return False, f"{record.engine}-{record.rank}: {shown}", "both sides must load one contract"
+    return bool(evidence.workers), f"{wanted[0]} {wanted[1][:16]} in {len(evidence.workers)} records", "run it again"
+
+
+def _qualification(evidence: RunEvidence) -> Verdict:
+    digests = {record.qualification_digest for record in evidence.workers}
+    if len(digests) != 1:
+        return False, f"{len(digests)} different qualifications", "run `qualify` once, then both sides"
+    digest = digests.pop()
+    if digest is None and evidence.plan.mode == "consistency":
+        return False, "no qualification", "run `qualify`"
+    return True, "none (native)" if digest is None else digest[:16], ""
+
+
+def _threads(evidence: RunEvidence) -> Verdict:
+    settings = {record.threads for record in evidence.workers}
+    if len(settings) != 1:
+        return False, f"{len(settings)} different thread settings", "set one thread count for every process"
+    common = settings.pop()
+    if common is None or common.intra_op != evidence.plan.threads:
+        return False, f"{common.intra_op if common else 'none'}", f"the plan has {evidence.plan.threads}"
+    return True, f"{common.intra_op} threads everywhere", ""
+
+
+_AFTER_WORKERS = ("records", "topology", "workers")
+
+ENGINE_GATES: tuple[Gate, ...] = (
+    Gate("topology", "ranks and engines of the plan", _topology),
+    Gate("workers", "a route file and environment records of every worker", _route_files, ("records", "topology")),
+    Gate("routes", "every operator through its planned provider, called, no fallback", _routes, _AFTER_WORKERS),
+    Gate("refusals", "consistency: no provider declined", _refusals),
+    Gate("execution", "eager or graph as planned", _execution),
+    Gate("contract", "the plan's numerical contract on both sides", _contract),
+    Gate("qualification", "one qualification on both sides", _qualification),
+    Gate("threads", "the plan's thread count in every process", _threads),
+)

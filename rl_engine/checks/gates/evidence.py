@@ -1,0 +1,223 @@
+"""What gates judge: the records of one run, decoded once, and facts of each step's samples from a single pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import numpy as np
+
+from rl_engine.checks.finding import Finding
+from rl_engine.config.plan import Plan
+from rl_engine.numerics.bits import hex_bits, int_view
+from rl_engine.records.codec import decode
+from rl_engine.records.reader import RunReader
+from rl_engine.records.statistics import exact_mean, logprob_statistics, response_lengths
+from rl_engine.records.types import (
+    EnvironmentRecord,
+    EventRecord,
+    LogprobStatistics,
+    RouteFile,
+    SampleBatch,
+    SampleRecord,
+    StateRecord,
+    StepRecord,
+    WeightsRecord,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFacts:
+    """What one pass over a step's samples showed; a problem is the first one's description, empty for none."""
+
+    step: int
+    samples: tuple[SampleRecord, ...]
+    statistics: LogprobStatistics
+    reward_mean: float
+    response_len_mean: float
+    truncated: int
+    first_mismatch: str
+    mask_problem: str
+    finite_problem: str
+    retained_problem: str
+    prompt_problem: str
+
+
+class RunEvidence:
+    """Every record of a run, read on first use and kept; reading raises RecordError for damaged files."""
+
+    def __init__(self, reader: RunReader) -> None:
+        self.reader = reader
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The plan as its dataclass."""
+        return decode(Plan, self.reader.plan().plan, "plan.json")
+
+    @functools.cached_property
+    def plan_digest(self) -> str:
+        """The verified digest of ``plan.json``."""
+        return self.reader.plan().digest
+
+    @functools.cached_property
+    def states(self) -> list[StateRecord]:
+        """``state.jsonl``."""
+        return self.reader.states()
+
+    @functools.cached_property
+    def events(self) -> list[EventRecord]:
+        """``events.jsonl``."""
+        return self.reader.events()
+
+    @functools.cached_property
+    def steps(self) -> list[StepRecord]:
+        """``steps.jsonl``."""
+        return self.reader.steps()
+
+    @functools.cached_property
+    def routes(self) -> list[RouteFile]:
+        """Every route file."""
+        return self.reader.routes()
+
+    @functools.cached_property
+    def weights(self) -> dict[int, WeightsRecord]:
+        """Weights files by version."""
+        return self.reader.weights()
+
+    @functools.cached_property
+    def environments(self) -> list[EnvironmentRecord]:
+        """Every environment record."""
+        return self.reader.environments()
+
+    @functools.cached_property
+    def facts(self) -> list[StepFacts]:
+        """Facts of every step that has samples; one batch is in memory at a time."""
+        needs_sets = self.plan.sampling.top_p < 1.0 or self.plan.sampling.top_k > 0
+        return [_step_facts(step, self.reader.samples(step), needs_sets) for step in self.reader.sample_steps()]
+
+    @property
+    def workers(self) -> list[EnvironmentRecord]:
+        """Environment records of processes that run operators."""
+        return [record for record in self.environments if record.role != "driver"]
+
+    def engines(self, role: str) -> set[tuple[str, int]]:
+        """``(engine, rank)`` of every worker of a side, from environment records."""
+        return {(record.engine, record.rank) for record in self.workers if record.role == role}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """One check of a run.
+
+    ``judge`` returns ``(passed, found, hint)``; ``needs`` names gates whose failure makes this one meaningless: it is
+    then reported as not judged.
+    """
+
+    name: str
+    expected: str
+    judge: Callable[[RunEvidence], tuple[bool, str, str]]
+    needs: tuple[str, ...] = ("records",)
+    failure: str = "FAIL"
+
+
+def run_gate(gate: Gate, evidence: RunEvidence, failed: set[str]) -> Finding:
+    """Judge one gate; a gate that crashes is itself a finding."""
+    blocking = [name for name in gate.needs if name in failed]
+    if blocking:
+        return Finding(gate.name, "WARN", f"not judged, {blocking[0]} failed", gate.expected, f"repair {blocking[0]}")
+    try:
+        passed, found, hint = gate.judge(evidence)
+    except Exception as error:
+        return Finding(gate.name, "FAIL", f"{type(error).__name__}: {str(error)[:300]}", gate.expected, "")
+    return Finding(gate.name, "PASS" if passed else gate.failure, found, gate.expected, "" if passed else hint)
+
+
+def _step_facts(step: int, batch: SampleBatch, needs_sets: bool) -> StepFacts:
+    return StepFacts(
+        step=step,
+        samples=batch.samples,
+        statistics=logprob_statistics(batch),
+        reward_mean=exact_mean([sample.reward for sample in batch.samples]),
+        response_len_mean=exact_mean([float(length) for length in response_lengths(batch)]),
+        truncated=sum(sample.finish_reason == "length" for sample in batch.samples),
+        first_mismatch=_first_mismatch(step, batch),
+        mask_problem=_mask_problem(step, batch),
+        finite_problem=_finite_problem(step, batch),
+        retained_problem=_retained_problem(step, batch, needs_sets),
+        prompt_problem=_prompt_problem(step, batch),
+    )
+
+
+def locate(batch: SampleBatch, position: int) -> str:
+    """``sample S (prompt P, sample K) token T`` of a position in the joined tokens."""
+    sample = int(np.searchsorted(batch.offsets, position, side="right")) - 1
+    identity = batch.samples[sample]
+    token = position - int(batch.offsets[sample])
+    return f"sample {sample} (prompt {identity.prompt_index}, sample {identity.sample_index}) token {token}"
+
+
+def _first_mismatch(step: int, batch: SampleBatch) -> str:
+    rollout, train = int_view(batch.rollout_logprob), int_view(batch.train_logprob)
+    where = np.flatnonzero((rollout != train) & (batch.loss_mask == 1))
+    if not where.size:
+        return ""
+    first = int(where[0])
+    return (
+        f"step {step} {locate(batch, first)}: rollout {hex_bits(rollout[first], 4)}, train {hex_bits(train[first], 4)}"
+    )
+
+
+def _mask_problem(step: int, batch: SampleBatch) -> str:
+    mask = batch.loss_mask
+    if int(mask.max(initial=0)) > 1:
+        return f"step {step}: a mask value of {int(mask.max())}"
+    bounds = zip(batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), strict=True)
+    for sample, (start, end) in enumerate(bounds):
+        row = mask[start:end]
+        if row.size == 0 or row[0] == 1:
+            return f"step {step} sample {sample}: no prompt token"
+        if bool(np.any(row[1:] < row[:-1])):
+            return f"step {step} sample {sample}: prompt tokens after the response began"
+    outside = mask == 0
+    for name in ("rollout_logprob", "train_logprob"):
+        where = np.flatnonzero(outside & (int_view(getattr(batch, name)) != 0))
+        if where.size:
+            return f"step {step} {locate(batch, int(where[0]))}: {name} outside the mask is not +0"
+    return ""
+
+
+def _finite_problem(step: int, batch: SampleBatch) -> str:
+    for name in ("rollout_logprob", "train_logprob"):
+        where = np.flatnonzero(~np.isfinite(getattr(batch, name)))
+        if where.size:
+            return f"step {step} {locate(batch, int(where[0]))}: {name} is {getattr(batch, name)[where[0]]}"
+    return ""
+
+
+def _retained_problem(step: int, batch: SampleBatch, needed: bool) -> str:
+    if batch.retained is None:
+        return f"step {step}: no retained sets" if needed else ""
+    sets = batch.retained
+    for position in np.flatnonzero(batch.loss_mask == 1).tolist():
+        row = sets.ids[sets.offsets[position] : sets.offsets[position + 1]]
+        if row.size == 0:
+            if needed:
+                return f"step {step} {locate(batch, position)}: no retained set"
+            continue
+        token = int(batch.tokens[position])
+        index = int(np.searchsorted(row, token))
+        if index >= row.size or int(row[index]) != token:
+            return f"step {step} {locate(batch, position)}: token {token} outside its retained set"
+    return ""
+
+
+def _prompt_problem(step: int, batch: SampleBatch) -> str:
+    """Samples of one prompt must start from the same tokens, or their rewards cannot be compared within a group."""
+    prompts: dict[int, bytes] = {}
+    for sample, record in enumerate(batch.samples):
+        start, end = int(batch.offsets[sample]), int(batch.offsets[sample + 1])
+        row = batch.tokens[start:end][batch.loss_mask[start:end] == 0].tobytes()
+        if prompts.setdefault(record.prompt_index, row) != row:
+            return f"step {step} sample {sample}: prompt {record.prompt_index} with other tokens than its group's"
+    return ""
