@@ -1,0 +1,109 @@
+"""Paged KV cache: one pool per layer, block tables, and what one forward pass needs to know about its batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+from torch import Tensor
+
+from rl_engine.ops.layout import PackedLayout
+
+
+class OutOfPages(RuntimeError):
+    """The pool cannot hold the tokens asked for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedBatch:
+    """Queries of several samples, joined without padding, and the pages their keys lie in.
+
+    Attributes:
+        table: int32 [S, W], page numbers of each sample (0 behind the last).
+        q_offsets: int64 [S + 1], rows of q of each sample.
+        q_position: int64 [S], logical position of each sample's first query.
+        positions: int64 [T], logical position of each query.
+        slots: int64 [T], page number * page size + slot of each new key.
+    """
+
+    table: Tensor
+    q_offsets: Tensor
+    q_position: Tensor
+    positions: Tensor
+    slots: Tensor
+
+    @staticmethod
+    def build(tables: list[list[int]], starts: list[int], counts: list[int], page: int) -> PagedBatch:
+        width = max(len(table) for table in tables)
+        table = torch.tensor([pages + [0] * (width - len(pages)) for pages in tables], dtype=torch.int32)
+        positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
+        rows = torch.repeat_interleave(torch.arange(len(tables)), torch.tensor(counts))
+        slots = table[rows, positions // page].long() * page + positions % page
+        offsets = torch.tensor([0, *counts]).cumsum(0)
+        return PagedBatch(table, offsets, torch.tensor(starts), positions, slots)
+
+    def tiles(self, queries: int) -> Tensor:
+        """int64 [n, 2]: (sample, first query) of every tile of ``queries`` queries."""
+        cached: dict[int, Tensor] = self.__dict__.setdefault("_tiles", {})
+        if queries not in cached:
+            counts = self.q_offsets.diff().tolist()
+            rows = [(s, first) for s, count in enumerate(counts) for first in range(0, count, queries)]
+            cached[queries] = torch.tensor(rows, dtype=torch.int64)
+        return cached[queries]
+
+
+class PagedCache:
+    """Keys [pages, kv_heads, D, page] (a page's keys are transposed, so a score row is read along the page) and values
+    [pages, kv_heads, page, D] per layer, bf16. Fresh pages hold NaN: a read outside the valid region shows."""
+
+    def __init__(self, layers: int, kv_heads: int, width: int, pages: int, page: int) -> None:
+        self.page = page
+        self.k = [torch.full((pages, kv_heads, width, page), torch.nan, dtype=torch.bfloat16) for _ in range(layers)]
+        self.v = [torch.full((pages, kv_heads, page, width), torch.nan, dtype=torch.bfloat16) for _ in range(layers)]
+        self.pages = pages
+        self._free = list(range(pages))
+        self._tables: dict[int, list[int]] = {}
+        self._next = 0
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    def join(self) -> int:
+        """A handle for a new, empty sample."""
+        handle, self._next = self._next, self._next + 1
+        self._tables[handle] = []
+        return handle
+
+    def leave(self, handles: list[int]) -> None:
+        """Gives the samples' pages back."""
+        for handle in handles:
+            self._free.extend(self._tables.pop(handle))
+
+    def batch(self, handles: list[int], starts: list[int], counts: list[int]) -> PagedBatch:
+        """The pass that appends ``counts`` tokens at ``starts`` to each sample; takes pages as needed.
+
+        Raises:
+            OutOfPages: the pool is exhausted; nothing has been taken.
+        """
+        wanted = [
+            max(-(-(start + count) // self.page) - len(self._tables[handle]), 0)
+            for handle, start, count in zip(handles, starts, counts, strict=True)
+        ]
+        if sum(wanted) > len(self._free):
+            raise OutOfPages(f"{sum(wanted)} pages asked for, {len(self._free)} free of {self.pages}")
+        for handle, pages in zip(handles, wanted, strict=True):
+            self._tables[handle].extend(self._free.pop() for _ in range(pages))
+        return PagedBatch.build([self._tables[handle] for handle in handles], starts, counts, self.page)
+
+
+@functools.lru_cache(maxsize=8)
+def packed_batch(layout: PackedLayout, page: int) -> PagedBatch:
+    """Whole samples as a batch over pages of their own, numbered in order."""
+    tables, used = [], 0
+    for length in layout.lengths:
+        pages = -(-length // page)
+        tables.append(list(range(used, used + pages)))
+        used += pages
+    return PagedBatch.build(tables, [0] * len(tables), list(layout.lengths), page)

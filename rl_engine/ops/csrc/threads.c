@@ -1,0 +1,105 @@
+/* A fork-join pool. Every thread count gives the same bits, since an item is computed whole by one thread. */
+#include "rlk.h"
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+#define MAX_THREADS 256
+#define SPIN_ROUNDS 2000
+#define SCRATCH_SLOTS 8
+
+static pthread_mutex_t call_lock = PTHREAD_MUTEX_INITIALIZER; /* one parallel call at a time */
+static pthread_mutex_t wake_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
+static atomic_int generation, pending;
+static _Atomic i64 next_item;
+static rlk_body current_body;
+static void *current_context;
+static i64 current_items;
+static int thread_count = 1, started = 1;
+
+static void drain(int thread) {
+    for (;;) {
+        i64 item = atomic_fetch_add(&next_item, 1);
+        if (item >= current_items) return;
+        current_body(current_context, item, thread);
+    }
+}
+
+static void pause_briefly(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+static void *worker(void *argument) {
+    int thread = (int)(intptr_t)argument, seen = 0;
+    for (;;) {
+        for (int i = 0; i < SPIN_ROUNDS && atomic_load(&generation) == seen; i++) pause_briefly();
+        if (atomic_load(&generation) == seen) {
+            pthread_mutex_lock(&wake_lock);
+            while (atomic_load(&generation) == seen) pthread_cond_wait(&wake, &wake_lock);
+            pthread_mutex_unlock(&wake_lock);
+        }
+        seen = atomic_load(&generation);
+        if (thread < thread_count) {
+            drain(thread);
+            atomic_fetch_sub(&pending, 1);
+        }
+    }
+    return NULL;
+}
+
+void rlk_set_threads(int count) {
+    pthread_mutex_lock(&call_lock);
+    if (count < 1) count = 1;
+    if (count > MAX_THREADS) count = MAX_THREADS;
+    for (; started < count; started++) {
+        pthread_t handle;
+        pthread_attr_t attributes;
+        pthread_attr_init(&attributes);
+        pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+        int failed = pthread_create(&handle, &attributes, worker, (void *)(intptr_t)started);
+        pthread_attr_destroy(&attributes);
+        if (failed) break;
+    }
+    thread_count = count < started ? count : started;
+    pthread_mutex_unlock(&call_lock);
+}
+
+int rlk_get_threads(void) { return thread_count; }
+
+void rlk_parallel(rlk_body body, void *context, i64 items) {
+    if (items <= 0) return;
+    pthread_mutex_lock(&call_lock);
+    if (thread_count == 1 || items == 1) {
+        for (i64 item = 0; item < items; item++) body(context, item, 0);
+        pthread_mutex_unlock(&call_lock);
+        return;
+    }
+    current_body = body;
+    current_context = context;
+    current_items = items;
+    atomic_store(&next_item, 0);
+    atomic_store(&pending, thread_count - 1);
+    pthread_mutex_lock(&wake_lock);
+    atomic_fetch_add(&generation, 1);
+    pthread_cond_broadcast(&wake);
+    pthread_mutex_unlock(&wake_lock);
+    drain(0);
+    while (atomic_load(&pending) > 0) pause_briefly();
+    pthread_mutex_unlock(&call_lock);
+}
+
+void *rlk_scratch(int slot, size_t bytes) {
+    static __thread void *memory[SCRATCH_SLOTS];
+    static __thread size_t capacity[SCRATCH_SLOTS];
+    if (capacity[slot] < bytes) {
+        free(memory[slot]);
+        bytes = (bytes + 4095) / 4096 * 4096;
+        memory[slot] = aligned_alloc(64, bytes);
+        if (!memory[slot]) abort();
+        capacity[slot] = bytes;
+    }
+    return memory[slot];
+}

@@ -1,0 +1,25 @@
+"""LM head: fp32 logits straight from the accumulator, ``z[T, V] = h[T, H] W[V, H]^T``, not rounded to bf16.
+
+Contract. As ``linear``, one fp32 chain over H per logit. Training never holds all logits: ``selected_logp.score`` goes
+vocabulary group by group and recomputes them in backward.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rl_engine.ops.weight import Weight
+
+
+class HeadProvider:
+    def logits(self, hidden: Tensor, weight: Weight, columns: tuple[int, int] | None = None) -> Tensor:
+        """fp32 [T, columns] of hidden bf16 [T, H]; ``columns`` (first, last) of the vocabulary, all by default."""
+        raise AssertionError("a provider defines logits")
+
+    def add_input_gradient(self, dz: Tensor, weight: Weight, columns: tuple[int, int], dh: Tensor) -> None:
+        """dh fp32 [T, H] += chain over the columns of dz bf16 [T, columns]."""
+        raise AssertionError("a provider defines add_input_gradient")
+
+    def add_weight_gradient(self, dz: Tensor, hidden: Tensor, columns: tuple[int, int], grad: Tensor) -> None:
+        """rows ``columns`` of grad fp32 [V, H] += chain over tokens of dz and hidden (one fold unit)."""
+        raise AssertionError("a provider defines add_weight_gradient")

@@ -1,0 +1,217 @@
+"""The operators of one side of a run: providers chosen by name, every call counted where it executes."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_engine.ops.adamw import AdamScalars
+from rl_engine.ops.layout import PackedLayout
+from rl_engine.ops.rope import RopeTable
+from rl_engine.ops.sample import DrawKey
+from rl_engine.ops.weight import Weight
+
+# operator -> provider name -> (module, class)
+REGISTRY: dict[str, dict[str, tuple[str, str]]] = {
+    "embedding": {
+        "reference": ("embedding.reference", "ReferenceEmbedding"),
+        "cpu": ("embedding.cpu", "CpuEmbedding"),
+        "torch": ("embedding.reference", "ReferenceEmbedding"),
+        "stock": ("embedding.stock", "StockEmbedding"),
+    },
+    "linear": {
+        "reference": ("linear.reference", "ReferenceLinear"),
+        "cpu": ("linear.cpu", "CpuLinear"),
+        "torch": ("linear.reference", "FallbackLinear"),
+        "stock": ("linear.stock", "StockLinear"),
+    },
+    "rms_norm": {
+        "reference": ("rms_norm.reference", "ReferenceNorm"),
+        "cpu": ("rms_norm.cpu", "CpuNorm"),
+        "torch": ("rms_norm.reference", "ReferenceNorm"),
+        "stock": ("rms_norm.stock", "StockNorm"),
+    },
+    "rope": {
+        "reference": ("rope.reference", "ReferenceRope"),
+        "cpu": ("rope.cpu", "CpuRope"),
+        "torch": ("rope.reference", "ReferenceRope"),
+        "stock": ("rope.stock", "StockRope"),
+    },
+    "attention": {
+        "reference": ("attention.reference", "ReferenceAttention"),
+        "cpu": ("attention.cpu", "CpuAttention"),
+        "torch": ("attention.reference", "FallbackAttention"),
+        "stock": ("attention.stock", "StockAttention"),
+    },
+    "swiglu": {
+        "reference": ("swiglu.reference", "ReferenceSwiglu"),
+        "cpu": ("swiglu.cpu", "CpuSwiglu"),
+        "torch": ("swiglu.reference", "ReferenceSwiglu"),
+        "stock": ("swiglu.stock", "StockSwiglu"),
+    },
+    "lm_head": {
+        "reference": ("lm_head.reference", "ReferenceHead"),
+        "cpu": ("lm_head.cpu", "CpuHead"),
+        "torch": ("lm_head.reference", "FallbackHead"),
+        "stock": ("lm_head.stock", "StockHead"),
+    },
+    "selected_logp": {
+        "reference": ("selected_logp.reference", "ReferenceLogp"),
+        "cpu": ("selected_logp.cpu", "CpuLogp"),
+        "torch": ("selected_logp.reference", "ReferenceLogp"),
+        "stock": ("selected_logp.stock", "StockLogp"),
+    },
+    "sample": {
+        "reference": ("sample.reference", "ReferenceSample"),
+        "cpu": ("sample.cpu", "CpuSample"),
+        "torch": ("sample.reference", "ReferenceSample"),
+    },
+    "adamw": {
+        "reference": ("adamw.reference", "ReferenceAdam"),
+        "cpu": ("adamw.cpu", "CpuAdam"),
+        "torch": ("adamw.reference", "ReferenceAdam"),
+    },
+    "grad_norm": {
+        "reference": ("grad_norm.reference", "ReferenceNormBins"),
+        "cpu": ("grad_norm.cpu", "CpuNormBins"),
+        "torch": ("grad_norm.reference", "ReferenceNormBins"),
+    },
+}
+REGISTRY["qk_norm"] = REGISTRY["rms_norm"]
+OPERATORS = tuple(sorted(REGISTRY))
+
+
+class UnknownProvider(ValueError):
+    """An operator or provider that does not exist; the message names those that do."""
+
+
+def provider(operator: str, name: str) -> Any:
+    """The provider object of ``operator``; unknown names raise, nothing falls back."""
+    if operator not in REGISTRY:
+        raise UnknownProvider(f"unknown operator {operator!r}; known: {', '.join(OPERATORS)}")
+    if name not in REGISTRY[operator]:
+        known = ", ".join(sorted(REGISTRY[operator]))
+        raise UnknownProvider(f"unknown provider {name!r} of {operator}; known: {known}")
+    module, cls = REGISTRY[operator][name]
+    return getattr(importlib.import_module(f"rl_engine.ops.{module}"), cls)()
+
+
+def uniform(name: str, update: str | None = None) -> dict[str, str]:
+    """One provider for every operator; ``stock`` has no sampler and optimizer of its own and takes ``update`` there."""
+    own = {"sample", "adamw", "grad_norm"}
+    return {op: (update or "cpu") if name == "stock" and op in own else name for op in OPERATORS}
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """Measured calls of one operator: rows are counted in buckets of the next power of two."""
+
+    operator: str
+    provider: str
+    dtype: str
+    rows: int
+    calls: int
+
+
+class Operators:
+    """What models and engines call. One method per operator; see the operator's package for its contract."""
+
+    def __init__(self, providers: Mapping[str, str]) -> None:
+        missing = set(OPERATORS) - set(providers)
+        if missing:
+            raise UnknownProvider(f"no provider named for {', '.join(sorted(missing))}")
+        self.names = dict(providers)
+        self._providers = {name: provider(name, providers[name]) for name in OPERATORS}
+        self._calls: collections.Counter[tuple[str, str, int]] = collections.Counter()
+
+    def _use(self, operator: str, x: Tensor) -> Any:
+        rows = x.shape[0] if x.dim() else 1
+        self._calls[operator, str(x.dtype).removeprefix("torch."), 1 << max(rows - 1, 0).bit_length()] += 1
+        return self._providers[operator]
+
+    def routes(self) -> list[Route]:
+        """Every operator that ran, in order."""
+        return [
+            Route(operator, self.names[operator], dtype, rows, calls)
+            for (operator, dtype, rows), calls in sorted(self._calls.items())
+        ]
+
+    def pack(self, weights: list[Weight], *, drop_value: bool) -> None:
+        """Prepares 2-D weights for decoding where the linear provider reads packed panels."""
+        if self.names["linear"] == "cpu" and self.names["lm_head"] == "cpu":
+            from rl_engine.ops import cpu_gemm
+
+            for weight in weights:
+                cpu_gemm.pack(weight, drop_value=drop_value)
+
+    def embedding(self, ids: Tensor, weight: Weight) -> Tensor:
+        return self._use("embedding", ids)(ids, weight)
+
+    def finish_embedding(self, weight: Weight) -> None:
+        self._providers["embedding"].finish(weight)
+
+    def linear(
+        self, x: Tensor, weight: Weight, residual: Tensor | None = None, layout: PackedLayout | None = None
+    ) -> Tensor:
+        return self._use("linear", x)(x, weight, residual, layout)
+
+    def rms_norm(self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None = None) -> Tensor:
+        return self._use("rms_norm", x)(x, weight, eps, layout)
+
+    def qk_norm(self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None = None) -> Tensor:
+        return self._use("qk_norm", x)(x, weight, eps, layout)
+
+    def rope(self, x: Tensor, positions: Tensor, table: RopeTable) -> Tensor:
+        return self._use("rope", x)(x, positions, table)
+
+    def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
+        return self._use("attention", q).packed(q, k, v, layout)
+
+    def attention_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: Any, layer: int, batch: Any) -> Tensor:
+        return self._use("attention", q).cached(q, k, v, cache, layer, batch)
+
+    def new_cache(self, layers: int, kv_heads: int, width: int, pages: int, page: int) -> Any:
+        """A KV cache of the attention provider's own kind."""
+        return self._providers["attention"].new_cache(layers, kv_heads, width, pages, page)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        return self._use("swiglu", x)(x)
+
+    def logits(self, hidden: Tensor, weight: Weight) -> Tensor:
+        return self._use("lm_head", hidden).logits(hidden, weight)
+
+    def logp_from_logits(
+        self, z: Tensor, targets: Tensor, temperature: float, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return self._use("selected_logp", z).from_logits(z, targets, temperature, mask)
+
+    def score(
+        self,
+        hidden: Tensor,
+        weight: Weight,
+        targets: Tensor,
+        temperature: float,
+        mask: Tensor | None,
+        layout: PackedLayout,
+        rows: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        head = self._use("lm_head", rows)
+        return self._use("selected_logp", rows).score(hidden, weight, targets, temperature, mask, layout, rows, head)
+
+    def draw(self, z: Tensor, inv_t: float, mask: Tensor | None, keys: list[DrawKey]) -> Tensor:
+        return self._use("sample", z).draw(z, inv_t, mask, keys)
+
+    def norm_bins(self, grad: Tensor) -> Tensor:
+        return self._use("grad_norm", grad).bins(grad)
+
+    def adamw(
+        self, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, weight: Tensor, clip: float, scalars: AdamScalars
+    ) -> None:
+        with torch.no_grad():
+            self._use("adamw", grad).update(master, m, v, grad, weight, clip, scalars)

@@ -1,0 +1,45 @@
+"""RMSNorm in C."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_engine.ops.layout import PackedLayout
+from rl_engine.ops.library import load
+from rl_engine.ops.rms_norm import NormProvider
+from rl_engine.ops.weight import Weight
+
+
+def _shape(x: Tensor) -> tuple[int, int, int, int]:
+    """(tokens, heads, width, token stride) of x [T, H] or [T, heads, D]."""
+    heads = x.shape[1] if x.dim() == 3 else 1
+    assert x.stride(-1) == 1 and (x.dim() == 2 or x.stride(1) == x.shape[2])
+    return x.shape[0], heads, x.shape[-1], x.stride(0)
+
+
+class CpuNorm(NormProvider):
+    def forward(self, x: Tensor, weight: Weight, eps: float) -> Tensor:
+        tokens, heads, width, stride = _shape(x)
+        out = torch.empty(x.shape, dtype=torch.bfloat16)
+        gain = weight.value.data_ptr()
+        load().rlk_rms_norm(tokens, heads, width, x.data_ptr(), stride, gain, eps, out.data_ptr())
+        return out
+
+    def backward(
+        self, dy: Tensor, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None, grad: Tensor | None
+    ) -> Tensor:
+        tokens, heads, width, stride = _shape(x)
+        dx = torch.empty(x.shape, dtype=torch.bfloat16)
+        terms = None if grad is None else torch.empty(x.shape, dtype=torch.float32)
+        load().rlk_rms_norm_backward(
+            *(tokens, heads, width, x.data_ptr(), stride, weight.value.data_ptr(), eps, dy.data_ptr(), dy.stride(0)),
+            *(dx.data_ptr(), None if terms is None else terms.data_ptr()),
+        )
+        if grad is not None and terms is not None:
+            assert layout is not None
+            units = layout.unit_offsets
+            load().rlk_gain_sum(
+                heads, width, units.numel() - 1, units.data_ptr(), terms.data_ptr(), grad.data_ptr()
+            )
+        return dx

@@ -1,0 +1,41 @@
+"""The retained set of top-k, then top-p, exactly.
+
+Contract. Columns are ordered by (zs descending with -0 as +0, id ascending). top-k keeps exactly k. Then, with m the
+maximum, ``q_v = floor(exp(fl(zs_v - m)) 2^32)`` in int64: top-p keeps the shortest prefix whose sum reaches
+``ceil(fl64(top_p fp64(sum of q over what top-k left)))``, at least one column. -1 and 1.0 skip. There is no size cap.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_engine.ops.functions import exp, f32
+
+
+def retained_mask(z: Tensor, inv_t: float, top_k: int, top_p: float) -> Tensor | None:
+    """Packed bits uint8 [R, ceil(V / 8)] of the columns that exist, or None where every column does.
+
+    z is fp32 [R, V], already cut at the true vocabulary.
+    """
+    vocabulary = z.shape[1]
+    if (top_k < 0 or top_k >= vocabulary) and top_p >= 1.0:
+        return None
+    zs = z * f32(inv_t) + f32(0.0)
+    order = torch.sort(zs, dim=1, descending=True, stable=True)
+    count = vocabulary if top_k < 0 else min(top_k, vocabulary)
+    keep = torch.zeros(z.shape, dtype=torch.bool)
+    if top_p >= 1.0:
+        keep.scatter_(1, order.indices[:, :count], True)
+    else:
+        values = order.values[:, :count]
+        mass = (exp(values - values[:, :1]).double() * 2.0**32).floor().long()
+        sums = mass.cumsum(1)
+        targets = [math.ceil(top_p * float(total)) for total in sums[:, -1].tolist()]
+        length = (sums < torch.tensor(targets)[:, None]).sum(1).add(1).clamp(max=count)
+        inside = torch.arange(count)[None] < length[:, None]
+        keep.scatter_(1, order.indices[:, :count], inside)
+    return torch.from_numpy(np.packbits(keep.numpy(), axis=1, bitorder="little"))

@@ -1,0 +1,163 @@
+"""Log-probability of the chosen token, and entropy, with temperature and an optional retained set.
+
+Contract. ``invT = fp32(1 / T)``, ``zs = fl(z invT)``. Only columns below the true vocabulary and inside the retained set
+exist. Tile of 128 columns: m its maximum, ``l = tree(exp(fl(zs - m)))``, ``w = tree(fl(e zs))``. A group is
+``ceil(ceil(V / 128) / 16)`` tiles. Merge, tiles ascending in a group, then groups ascending: ``m' = max``,
+``a = exp(fl(m - m'))``, ``b = exp(fl(m_t - m'))``, ``l = fl(fl(l a) + fl(l_t b))``, w likewise; the empty state is the
+identity. ``logp = fl(fl(zs_y - m) - log l)``, entropy ``fl(fl(m + log l) - fl(w / l))``.
+
+Backward. Group by group: z recomputed, ``p = exp(fl(fl(zs - m) - log l))``,
+``dz = bf16(fl(fl(c invT) fl(p - [v = y])))``, +0 outside the set; dH's groups are folded ascending in fp32 and rounded
+once; the head's rows of dW per fold unit.
+
+Masks are packed bits, uint8 [T, ceil(V / 8)], bit v of row t: column v exists. A target outside its set is an input error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_engine.numerics.contract import Contract
+from rl_engine.ops.layout import PackedLayout
+from rl_engine.ops.lm_head import HeadProvider
+from rl_engine.ops.weight import Weight
+
+TILE, GROUPS = Contract().logp_tile, Contract().logp_groups
+
+
+def group_columns(vocabulary: int) -> int:
+    """Columns of one vocabulary group (the last is shorter)."""
+    tiles = -(-vocabulary // TILE)
+    return -(-tiles // GROUPS) * TILE
+
+
+def groups(vocabulary: int) -> list[tuple[int, int]]:
+    """(first column, last column + 1) of every group."""
+    width = group_columns(vocabulary)
+    return [(first, min(first + width, vocabulary)) for first in range(0, vocabulary, width)]
+
+
+def check_targets(targets: Tensor, vocabulary: int, mask: Tensor | None) -> None:
+    """Raises ValueError where a target is no column, or lies outside its retained set."""
+    if targets.numel() and not (0 <= int(targets.min()) and int(targets.max()) < vocabulary):
+        raise ValueError(f"a target lies outside the vocabulary of {vocabulary}")
+    if mask is not None:
+        inside = (mask[torch.arange(targets.numel()), targets // 8].long() >> (targets % 8)) & 1
+        if not bool(inside.all()):
+            raise ValueError(f"target of row {int(inside.argmin())} lies outside its retained set")
+
+
+@dataclasses.dataclass
+class LogpState:
+    """Running state per row, fp32 [T], from the empty state."""
+
+    m: Tensor
+    l: Tensor
+    w: Tensor
+    zs_target: Tensor
+
+    @staticmethod
+    def empty(rows: int) -> LogpState:
+        m, l, w, zs = torch.full((rows,), -torch.inf), torch.zeros(rows), torch.zeros(rows), torch.zeros(rows)
+        return LogpState(m, l, w, zs)
+
+
+class LogpProvider:
+    def merge_columns(
+        self, z: Tensor, first: int, vocabulary: int, inv_t: float, mask: Tensor | None, targets: Tensor, state: LogpState
+    ) -> None:
+        """Merges whole groups, logits z fp32 [T, n] of columns from ``first``, into ``state``."""
+        raise AssertionError("a provider defines merge_columns")
+
+    def finish(self, state: LogpState) -> tuple[Tensor, Tensor]:
+        """(logp, entropy), fp32 [T]."""
+        raise AssertionError("a provider defines finish")
+
+    def logits_gradient(
+        self, z: Tensor, first: int, inv_t: float, mask: Tensor | None, targets: Tensor, state: LogpState, c: Tensor
+    ) -> Tensor:
+        """dz bf16 [T, n] from logits z fp32 [T, n] and coefficients c fp32 [T]."""
+        raise AssertionError("a provider defines logits_gradient")
+
+    def from_logits(
+        self, z: Tensor, targets: Tensor, temperature: float, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(logp, entropy) fp32 [T] from all logits z fp32 [T, V]."""
+        check_targets(targets, z.shape[1], mask)
+        state = LogpState.empty(z.shape[0])
+        self.merge_columns(z, 0, z.shape[1], inverse_temperature(temperature), mask, targets, state)
+        return self.finish(state)
+
+    def score(
+        self,
+        hidden: Tensor,
+        weight: Weight,
+        targets: Tensor,
+        temperature: float,
+        mask: Tensor | None,
+        layout: PackedLayout,
+        rows: Tensor,
+        head: HeadProvider,
+    ) -> tuple[Tensor, Tensor]:
+        """(logp, entropy) fp32 [R] of rows ``rows`` int64 [R] of hidden bf16 [T, H]; the head's GEMM included.
+
+        ``layout`` describes the T tokens; targets and mask have R rows. Only logp carries a gradient.
+        """
+        check_targets(targets, weight.shape[0], mask)
+        inv_t = inverse_temperature(temperature)
+        return _Score.apply(hidden, weight, targets, inv_t, mask, layout, rows, head, self)
+
+
+def inverse_temperature(temperature: float) -> float:
+    """fp32(1 / T), computed in fp64."""
+    return float(torch.tensor(1.0 / temperature, dtype=torch.float32))
+
+
+class _Score(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Weight,
+        targets: Tensor,
+        inv_t: float,
+        mask: Tensor | None,
+        layout: PackedLayout,
+        rows: Tensor,
+        head: HeadProvider,
+        provider: LogpProvider,
+    ) -> tuple[Tensor, Tensor]:
+        chosen = hidden[rows]
+        state = LogpState.empty(rows.numel())
+        for first, last in groups(weight.shape[0]):
+            z = head.logits(chosen, weight, (first, last))
+            provider.merge_columns(z, first, weight.shape[0], inv_t, mask, targets, state)
+        logp, entropy = provider.finish(state)
+        ctx.save_for_backward(chosen, targets, rows)
+        ctx.weight, ctx.inv_t, ctx.mask, ctx.layout, ctx.shape = weight, inv_t, mask, layout, hidden.shape
+        ctx.head, ctx.provider, ctx.state = head, provider, state
+        ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, c: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        chosen, targets, rows = ctx.saved_tensors
+        weight: Weight = ctx.weight
+        c = c.contiguous()
+        dh = torch.zeros(chosen.shape, dtype=torch.float32)
+        bounds = torch.searchsorted(rows, ctx.layout.unit_offsets).tolist()
+        for first, last in groups(weight.shape[0]):
+            z = ctx.head.logits(chosen, weight, (first, last))
+            dz = ctx.provider.logits_gradient(z, first, ctx.inv_t, ctx.mask, targets, ctx.state, c)
+            ctx.head.add_input_gradient(dz, weight, (first, last), dh)
+            if weight.grad is not None:
+                for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+                    if stop > start:
+                        ctx.head.add_weight_gradient(dz[start:stop], chosen[start:stop], (first, last), weight.grad)
+        d_hidden = torch.zeros(ctx.shape, dtype=torch.bfloat16)
+        d_hidden[rows] = dh.bfloat16()
+        return d_hidden, *([None] * 8)
