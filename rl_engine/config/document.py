@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from collections.abc import Sequence
 
 from rl_engine.config.codec import plan_digest
+from rl_engine.config.command import rollout_engine_arguments, submission
+from rl_engine.config.memory import RankMemory, rollout_memory, train_memory
 from rl_engine.config.options import BY_NAME
 from rl_engine.config.paths import PATH_NAMES, PLACEHOLDER, Value
 from rl_engine.config.resolve import ResolvedPlan
@@ -19,8 +22,28 @@ def plan_document(resolved: Sequence[ResolvedPlan]) -> dict[str, object]:
         "profile": {"name": first.profile.profile.name, "file": str(first.profile.file), "why": first.profile.why},
         "notes": list(first.notes),
         "values": [dataclasses.asdict(value) for value in first.values],
-        "plans": [{"digest": plan_digest(item.plan), "plan": dataclasses.asdict(item.plan)} for item in resolved],
+        "plans": [_plan_object(item) for item in resolved],
     }
+
+
+def _plan_object(item: ResolvedPlan) -> dict[str, object]:
+    train, rollout = _memory(item)
+    sent = submission(item.plan)
+    return {
+        "digest": plan_digest(item.plan),
+        "plan": dataclasses.asdict(item.plan),
+        "memory": {
+            "train_rank": {**dataclasses.asdict(train), "total": train.total},
+            "rollout_rank": {**dataclasses.asdict(rollout), "total": rollout.total},
+        },
+        "rollout_engine": dict(rollout_engine_arguments(item.plan)),
+        "command": list(sent.command),
+        "environment": dict(sent.environment),
+    }
+
+
+def _memory(item: ResolvedPlan) -> tuple[RankMemory, RankMemory]:
+    return train_memory(item.plan), rollout_memory(item.plan, item.profile.profile.requirements.gpu_model)
 
 
 def profile_line(resolved: ResolvedPlan) -> str:
@@ -46,7 +69,7 @@ def _option_row(value: Value) -> tuple[str, str, str]:
 def _path_row(value: Value) -> tuple[str, str, str]:
     flag = "--" + value.name.replace("_", "-")
     if value.value is None:
-        return flag, "not set", _source(value)
+        return flag, f"not set ({flag} or RLK_REPRO_{value.name.upper()})", _source(value)
     text = str(value.value)
     if PLACEHOLDER in text:
         return flag, f"edit me: {flag} or RLK_REPRO_{value.name.upper()}", _source(value)
@@ -90,4 +113,18 @@ def _plan_lines(item: ResolvedPlan) -> list[str]:
         f"  provider        {name:<14}train {provider:<8}rollout {rollout[name]}"
         for name, provider in plan.providers.train
     ]
+    lines += [
+        f"  {side:<14}  {_memory_line(memory)}"
+        for side, memory in zip(("train rank", "rollout rank"), _memory(item), strict=True)
+    ]
+    arguments = ", ".join(f"{name} {value}" for name, value in rollout_engine_arguments(plan))
+    sent = submission(plan)
+    lines += [f"  rollout engine  {arguments}", f"  command         {shlex.join(sent.command)}"]
+    lines += [f"  environment     {name}={value}" for name, value in sent.environment]
     return lines + [f"  note            {note}" for note in item.notes]
+
+
+def _memory_line(memory: RankMemory) -> str:
+    parts = dataclasses.asdict(memory)
+    shown = ", ".join(f"{name.replace('_', ' ')} {size / 2**30:.2f}" for name, size in parts.items() if size)
+    return f"{memory.total / 2**30:.2f} GiB expected ({shown})"

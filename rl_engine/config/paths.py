@@ -185,6 +185,8 @@ class PathResolver:
             return sys.prefix, "the running interpreter"
         if name == "python":
             return sys.executable, "the running interpreter"
+        if name in ("ray", "runtime_site") and PLACEHOLDER in str(python):
+            return str(python), "<python>"
         if name == "ray":
             return os.path.join(os.path.dirname(str(python)), "ray"), "<folder of python>/ray"
         if name == "runtime_site":

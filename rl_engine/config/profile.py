@@ -80,11 +80,11 @@ class Revisions(_Strict):
 
 
 class Patch(_Strict):
-    """A patch file, its hash, and the git tree that must stand after it."""
+    """A patch file, its hash, and the git tree that must stand after it; one without a record is never applied."""
 
     file: Text
-    sha256: Sha256
-    tree: Revision
+    sha256: Sha256 | None = None
+    tree: Revision | None = None
 
 
 class Repository(_Strict):

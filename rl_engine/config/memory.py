@@ -1,0 +1,87 @@
+"""Memory a rank is expected to need, from the plan's arithmetic alone (bytes)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rl_engine.config.plan import ModelFacts, Plan
+
+BF16, FP32 = 2, 4
+PROMPT_TOKENS = 128  # what a prompt is taken to need in the KV pool, beside the longest response
+DEVICE_BYTES = {"H100 80GB": 80 * 10**9, "gfx942": 192 * 10**9}
+
+
+@dataclasses.dataclass(frozen=True)
+class RankMemory:
+    """Bytes per rank. ``process`` is the interpreter with its libraries (host memory, on a CPU only)."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    kv_pool: int
+    process: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(dataclasses.astuple(self))
+
+
+def parameter_count(model: ModelFacts, tp: int) -> int:
+    """Parameters that one of ``tp`` tensor parallel ranks holds; norm gains are whole on every rank."""
+    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    layer = model.hidden_size * heads + model.num_heads * model.head_dim * model.hidden_size
+    layer += 3 * model.hidden_size * model.intermediate_size
+    vocabulary = model.padded_vocab_size * model.hidden_size * (1 if model.tied else 2)
+    gains = (2 * model.num_layers + 1) * model.hidden_size
+    return -(-(layer * model.num_layers + vocabulary) // tp) + gains
+
+
+def train_memory(plan: Plan) -> RankMemory:
+    """One training rank: bf16 weights, fp32 gradients, AdamW's master weights and moments, and a micro-batch.
+
+    Per-layer recomputation keeps the input of every layer and the whole of one; the logits of a micro-batch are fp32
+    and exist twice (values and gradient).
+    """
+    assert plan.model is not None
+    model, shape = plan.model, plan.topology
+    count = parameter_count(model, shape.train_tp)
+    tokens = plan.max_tokens_per_gpu
+    kept = model.num_layers * tokens * model.hidden_size * BF16
+    width = 4 * model.hidden_size + 3 * model.intermediate_size // shape.train_tp
+    one_layer = 2 * tokens * width * BF16
+    logits = 2 * tokens * (model.padded_vocab_size // shape.train_tp) * FP32
+    optimizer = 3 * FP32 * count // (shape.train_cp if plan.stack != "builtin" else 1)
+    reference = BF16 * count if plan.loss.kl_coef > 0 else 0
+    return RankMemory(
+        weights=BF16 * count + reference,
+        gradients=FP32 * count,
+        optimizer=optimizer,
+        activations=kept + one_layer + logits,
+        kv_pool=0,
+        process=_process(plan),
+    )
+
+
+def rollout_memory(plan: Plan, gpu_model: str | None) -> RankMemory:
+    """One rollout rank: bf16 weights, the KV pool and the logits of one decoding step.
+
+    On a GPU the pool fills the plan's share of device memory; on a CPU it holds the samples in flight.
+    """
+    assert plan.model is not None
+    model, shape = plan.model, plan.topology
+    weights = BF16 * parameter_count(model, shape.rollout_tp)
+    in_flight = -(-plan.global_batch_size // shape.rollout_engines)
+    logits = in_flight * model.padded_vocab_size * FP32
+    heads = max(1, model.num_kv_heads // shape.rollout_tp)
+    token = 2 * model.num_layers * heads * model.head_dim * BF16
+    pool = in_flight * (PROMPT_TOKENS + plan.sampling.max_response_len) * token // shape.rollout_cp
+    device = DEVICE_BYTES.get(gpu_model or "")
+    if plan.backend != "cpu" and device is not None:
+        pool = max(0, int(plan.engine.gpu_memory_utilization * device) - weights)
+    return RankMemory(weights, 0, 0, logits, pool, _process(plan))
+
+
+def _process(plan: Plan) -> int:
+    return 450 * 2**20 if plan.backend == "cpu" else 0
