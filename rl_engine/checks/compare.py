@@ -18,7 +18,7 @@ from rl_engine.records.reader import RunReader
 from rl_engine.records.types import EnvironmentRecord, SampleBatch, StepRecord
 
 # What a rerun of the same experiment may change.
-_LABELS = ("run_id", "run_dir", "model_root", "python")
+_LABELS = ("run_id", "run_dir", "model_root", "python", "pair_id", "output_root", "paths")
 _SAMPLE_FIELDS = ("tokens", "loss_mask", "rollout_logprob", "train_logprob")
 _STEP_FIELDS = ("loss", "grad_norm_hex", "reward_mean", "entropy_mean")
 
@@ -59,7 +59,7 @@ def compare_runs(run_a: Path | str, run_b: Path | str) -> RunComparison:
     return RunComparison(a.run_id, b.run_id, tuple(equal), tuple(setting), tuple(results))
 
 
-def main(run_a: Path | str, run_b: Path | str, *, json_output: bool = False) -> int:
+def main(run_a: Path | str, run_b: Path | str, json_output: bool = False) -> int:
     """The verb ``compare``: print the comparison; 0 when every result is equal, else 1."""
     result = compare_runs(run_a, run_b)
     if json_output:

@@ -9,8 +9,8 @@ from rl_engine.records.codec import RecordError
 from rl_engine.records.errors import UserError
 
 
-def append_durable(path: Path, data: bytes) -> None:
-    """Append ``data`` and fsync; on a failed or short write the file is cut back to its former length.
+def append_durable(path: Path, data: bytes, *, sync: bool = True) -> None:
+    """Append ``data`` and fsync (unless ``sync`` is off); links are not followed; on a failed or short write the file is cut back to its former length.
 
     Raises:
         OSError: the disk is full or failing; earlier lines are intact.
@@ -20,7 +20,8 @@ def append_durable(path: Path, data: bytes) -> None:
         size = os.fstat(descriptor).st_size
         try:
             _write_all(descriptor, data)
-            os.fsync(descriptor)
+            if sync:
+                os.fsync(descriptor)
         except OSError:
             os.ftruncate(descriptor, size)
             raise

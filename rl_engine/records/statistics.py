@@ -15,9 +15,7 @@ def exact_mean(values: Sequence[float]) -> float:
     """Mean with a correctly rounded fp64 sum, so equal on every machine; 0 for no values, NaN for non-finite ones."""
     if not values:
         return 0.0
-    if not all(map(math.isfinite, values)):
-        return math.nan
-    return math.fsum(values) / len(values)
+    return _exact_sum(values) / len(values)
 
 
 def logprob_statistics(batch: SampleBatch) -> LogprobStatistics:
@@ -64,7 +62,7 @@ def merge_statistics(parts: Iterable[LogprobStatistics]) -> LogprobStatistics:
         if tokens == 0:
             return 0.0
         products = [value * item.tokens_compared for value, item in zip(values, items, strict=True)]
-        return math.fsum(products) / tokens if all(map(math.isfinite, products)) else math.nan
+        return _exact_sum(products) / tokens
 
     return LogprobStatistics(
         tokens_compared=tokens,
@@ -74,6 +72,13 @@ def merge_statistics(parts: Iterable[LogprobStatistics]) -> LogprobStatistics:
         kl_k1=weighted([item.kl_k1 for item in items]),
         kl_k3=weighted([item.kl_k3 for item in items]),
     )
+
+
+def _exact_sum(values: Sequence[float]) -> float:
+    try:
+        return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def _expm1(value: float) -> float:

@@ -29,7 +29,8 @@ class EventRecord:
     """One line of ``events.jsonl``. ``kind`` is a lower-case identifier, ``fields`` are scalars or lists of them.
 
     Kinds that checks read: ``weights_loaded`` (engine, rank, version, digest: what an engine holds after a weight
-    sync), ``refusal`` (operator, reason: a provider declined, which consistency mode must never see).
+    sync), ``graph_capture`` (engine, rank, size), ``refusal`` (operator, reason: a provider declined, which
+    consistency mode must never see).
     """
 
     time: str

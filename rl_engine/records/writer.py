@@ -158,8 +158,8 @@ class RunWriter:
     def log(self, text: str) -> None:
         """Append text to ``run.log`` with secrets removed; not fsynced."""
         self._check_open()
-        with open(self.log_path, "a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(redact_text(text if text.endswith("\n") else text + "\n", secret_values()))
+        clean = redact_text(text if text.endswith("\n") else text + "\n", secret_values())
+        append_durable(self.log_path, clean.encode("utf-8", "backslashreplace"), sync=False)
 
     def step(self, record: StepRecord) -> None:
         """Append a finished step, durably. Steps come in order, each with its samples already written."""

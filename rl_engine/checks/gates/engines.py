@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from rl_engine.checks.gates.evidence import Gate, RunEvidence
-from rl_engine.records.types import RouteFile, RouteRecord
+from rl_engine.records.types import EventValue, RouteFile, RouteRecord
 
 Verdict = tuple[bool, str, str]
 
@@ -14,7 +14,7 @@ def _topology(evidence: RunEvidence) -> Verdict:
     plan = evidence.plan.topology
     train, rollout = evidence.engines("train"), evidence.engines("rollout")
     train_ranks = sorted(rank for _, rank in train)
-    if train_ranks != list(range(plan.train_tp * plan.train_cp)):
+    if not _complete(train_ranks, plan.train_tp * plan.train_cp):
         return False, f"trainer ranks {train_ranks}", "run it again"
     engines: dict[str, list[int]] = defaultdict(list)
     for engine, rank in rollout:
@@ -22,13 +22,17 @@ def _topology(evidence: RunEvidence) -> Verdict:
     if len(engines) != plan.rollout_engines:
         return False, f"{len(engines)} rollout engines", "run it again"
     for engine, ranks in sorted(engines.items()):
-        if sorted(ranks) != list(range(plan.rollout_tp * plan.rollout_cp)):
+        if not _complete(sorted(ranks), plan.rollout_tp * plan.rollout_cp):
             return False, f"engine {engine} with ranks {sorted(ranks)}", "run it again"
     for facts in evidence.facts:
         strangers = {sample.engine for sample in facts.samples} - set(engines)
         if strangers:
             return False, f"step {facts.step}: samples of engine {min(strangers)[:40]!r}", "run it again"
     return True, f"{len(train)} trainer ranks, {len(engines)} engines of {plan.rollout_tp * plan.rollout_cp} ranks", ""
+
+
+def _complete(ranks: list[int], count: int) -> bool:
+    return len(ranks) == count and ranks == list(range(len(ranks)))
 
 
 def _route_files(evidence: RunEvidence) -> Verdict:
@@ -86,10 +90,23 @@ def _refusals(evidence: RunEvidence) -> Verdict:
 
 
 def _execution(evidence: RunEvidence) -> Verdict:
+    planned = sorted(evidence.plan.engine.graph_capture_sizes)
     graphs = [route for file in evidence.routes for route in file.routes if route.execution == "graph"]
-    if evidence.plan.backend == "cpu" and graphs:
-        return False, f"{graphs[0].operator} captured in a graph", "run it again"
-    return True, f"{sum(route.calls for route in graphs)} calls from graphs", ""
+    if not planned:
+        if graphs:
+            return False, f"{graphs[0].operator} captured in a graph, none planned", "run it again"
+        return True, "eager everywhere", ""
+    captured: dict[tuple[EventValue, EventValue], list[int]] = defaultdict(list)
+    for event in evidence.events:
+        size = event.fields.get("size")
+        if event.kind == "graph_capture" and isinstance(size, int):
+            captured[(event.fields.get("engine"), event.fields.get("rank"))].append(size)
+    for engine, rank in sorted(evidence.engines("rollout")):
+        if sorted(captured[(engine, rank)]) != planned:
+            return False, f"{engine}-{rank} captured sizes {sorted(captured[(engine, rank)])[:40]}", "run it again"
+    if not any(route.side == "rollout" for route in graphs):
+        return False, "no call came from a graph", "run it again"
+    return True, f"{len(planned)} sizes, {sum(route.calls for route in graphs)} calls from graphs", ""
 
 
 def _contract(evidence: RunEvidence) -> Verdict:

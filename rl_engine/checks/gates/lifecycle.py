@@ -46,16 +46,17 @@ def _state(evidence: RunEvidence) -> Verdict:
 
 
 def _steps(evidence: RunEvidence) -> Verdict:
-    expected = list(range(evidence.plan.rollouts))
     recorded, sampled = [step.step for step in evidence.steps], evidence.reader.sample_steps()
-    if recorded != expected:
-        missing = sorted(set(expected) - set(recorded))
-        text = f"step {missing[0]} missing" if missing else f"{len(recorded)} lines in another order or number"
-        return False, f"steps.jsonl: {text}", "finish it with `run --resume`"
-    if sampled != expected:
-        odd = sorted(set(expected) ^ set(sampled))
+    for position, step in enumerate(recorded):
+        if step != position:
+            return False, f"steps.jsonl: step {step} where {position} belongs", "finish it with `run --resume`"
+    if len(recorded) != evidence.plan.rollouts:
+        found = f"steps.jsonl: {len(recorded)} steps of {evidence.plan.rollouts}"
+        return False, found, "finish it with `run --resume`"
+    if sampled != recorded:
+        odd = sorted(set(recorded) ^ set(sampled))
         return False, f"samples: step {odd[0]} missing or unknown", "restore the file"
-    return True, f"steps 0 to {len(expected) - 1}", ""
+    return True, f"{len(recorded)} steps", ""
 
 
 def _sources(evidence: RunEvidence) -> Verdict:

@@ -1,0 +1,114 @@
+"""Planted secrets do not reach a run directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rl_engine.records.environment import collect_environment, source_record
+from rl_engine.records.reader import RunReader
+from rl_engine.records.redact import REDACTED, redact_text, redact_variables
+from rl_engine.records.types import EnvironmentRecord
+from rl_engine.records.writer import RunWriter
+from tests.helpers.synthetic_run import make_run
+
+PLANTED = {
+    "HF_TOKEN": "hf_" + "a1B2" * 8,
+    "RAY_AUTH_TOKEN": "f00dfeedc0ffee112233",
+    "MY_PASSWORD": "correct horse battery",
+    "VLLM_API_KEY": "zxcvbnm98765",
+    "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI/K7MDENG/bPxRfiCY",
+}
+TEXTS = [
+    "token ghp_" + "x" * 36,
+    "key AKIA" + "ABCDEFGH12345678",
+    "jwt eyJhbGciOiJI.eyJzdWIiOiIx.abcdef",
+    "clone https://user:hunter2secret@example.org/x.git",
+    "Authorization: Bearer abcdefgh12345678",
+    "api_key=abcdef123456",
+    '{"password": "sup3rs3cret"}',
+    "-----BEGIN RSA PRIVATE KEY-----\nMIIEabc\n-----END RSA PRIVATE KEY-----",
+]
+LEAKS = [
+    "ghp_x",
+    "AKIAABCD",
+    "eyJzdWIiOiIx",
+    "hunter2secret",
+    "abcdefgh12345678",
+    "abcdef123456",
+    "sup3rs3cret",
+    "MIIE",
+]
+
+
+def record() -> EnvironmentRecord:
+    return collect_environment(
+        phase="start",
+        role="driver",
+        engine="driver",
+        rank=0,
+        device="cpu",
+        contract_id="c",
+        contract_digest="d",
+        qualification_digest=None,
+        threads=None,
+    )
+
+
+@pytest.mark.parametrize(("text", "leak"), list(zip(TEXTS, LEAKS, strict=True)))
+def test_known_shapes(text: str, leak: str) -> None:
+    assert leak in text
+    assert leak not in redact_text(text) and REDACTED in redact_text(text)
+
+
+def test_plain_text_stays() -> None:
+    text = "step 3: 512 tokens compared, 0 mismatches, tokens_per_s 81.5, /home/u/runs/token_ids.json"
+    assert redact_text(text) == text
+
+
+def test_variables_are_an_allow_list() -> None:
+    found = redact_variables({**PLANTED, "HOME": "/home/u", "OMP_NUM_THREADS": "2", "RAY_URL": "http://a:bcdef1@h"})
+    assert found["OMP_NUM_THREADS"] == "2" and found["RAY_AUTH_TOKEN"] == REDACTED
+    assert "HOME" not in found and "MY_PASSWORD" not in found and "bcdef1" not in found["RAY_URL"]
+
+
+def test_no_planted_secret_in_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in PLANTED.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", f"/x/{PLANTED['VLLM_API_KEY']}/y")
+    run = make_run(tmp_path / "run-1")
+    writer = RunWriter.open(run)
+    for value in (*PLANTED.values(), *TEXTS):
+        writer.log(f"error: {value} refused")
+        writer.event("warning", text=f"saw {value}", values=[value, 1])
+    writer.environment(record())
+    writer.state("invalid", f"could not log in with {PLANTED['MY_PASSWORD']}")
+    everything = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
+    for leak in (*PLANTED.values(), *LEAKS):
+        assert leak.encode() not in everything, leak
+    assert RunReader(run).environments()[-1].versions["numpy"]
+
+
+def test_source_record_follows_changes(tmp_path: Path) -> None:
+    import subprocess
+
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.email=a@b.c", "-c", "user.name=n", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+
+    (tmp_path / "a.py").write_text("x = 1\n")
+    outside = source_record("s", tmp_path)
+    assert outside.revision is None and outside.diff_hash
+    git("init", "-q")
+    git("add", "a.py")
+    git("commit", "-q", "-m", "one")
+    clean = source_record("s", tmp_path)
+    assert clean.revision and not clean.dirty and clean.diff_hash is None
+    (tmp_path / "a.py").write_text("x = 2\n")
+    first = source_record("s", tmp_path)
+    (tmp_path / "b.py").write_text("y = 1\n")
+    second = source_record("s", tmp_path)
+    (tmp_path / "b.py").write_text("y = 2\n")
+    third = source_record("s", tmp_path)
+    assert first.dirty and len({first.diff_hash, second.diff_hash, third.diff_hash}) == 3
