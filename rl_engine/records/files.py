@@ -10,7 +10,9 @@ from rl_engine.records.errors import UserError
 
 
 def append_durable(path: Path, data: bytes, *, sync: bool = True) -> None:
-    """Append ``data`` and fsync (unless ``sync`` is off); links are not followed; on a failed or short write the file is cut back to its former length.
+    """Append ``data`` and fsync (unless ``sync`` is off); links are not followed.
+
+    On a failed or short write the file is cut back to its former length.
 
     Raises:
         OSError: the disk is full or failing; earlier lines are intact.

@@ -33,7 +33,8 @@ from rl_engine.records.types import (
 )
 from rl_engine.records.writer import RunWriter
 
-OPERATORS = ("linear", "rms_norm", "selected_logp")
+OPERATORS = ("adamw", "linear", "qk_norm", "rms_norm", "sample", "selected_logp")
+CALLED = {"train": ("adamw", "linear", "rms_norm", "selected_logp"), "rollout": OPERATORS[1:2] + OPERATORS[3:]}
 VOCAB = 100
 CAP = 5
 
@@ -147,7 +148,11 @@ def make_run(run_dir: Path, mode: str = "consistency", **plan_changes: object) -
             writer.log(f"step {version} done")
     for side, engine in workers[1:]:
         pairs = plan.providers.train if side == "train" else plan.providers.rollout
-        routes = [RouteRecord(side, name, provider, "bfloat16", "eager", 7, {"T<=64": 7}) for name, provider in pairs]
+        routes = [
+            RouteRecord(side, name, provider, "bfloat16", "eager", 7, {"T<=64": 7})
+            for name, provider in pairs
+            if name in CALLED[side]
+        ]
         writer.routes(engine, 0, routes)
     _environments(writer, plan, "end", workers, source)
     writer.state("finished")

@@ -162,6 +162,10 @@ def no_step(run: Path) -> None:
     edit_lines("steps.jsonl", lambda rows: rows.pop())(run)
 
 
+def qk_norm(body: dict[str, Any]) -> dict[str, Any]:
+    return {**body["routes"][0], "operator": "qk_norm"}
+
+
 def first_route(change: Callable[[dict[str, Any]], None]) -> Break:
     return edit_json("routes/trainer-0.json", lambda body: change(body["routes"][0]))
 
@@ -216,6 +220,7 @@ BREAKS: list[tuple[str, str, Break]] = [
     ("routes", "count", first_route(lambda route: route.update(calls=8))),
     ("routes", "zero", first_route(lambda route: route.update(calls=0, shapes={}))),
     ("routes", "never called", edit_json(ENGINE, lambda body: body["routes"].pop())),
+    ("routes", "one side's model differs", edit_json(ENGINE, lambda body: body["routes"].append(qk_norm(body)))),
     ("refusals", "declined", add_refusal),
     ("execution", "graph on a CPU", first_route(lambda route: route.update(execution="graph"))),
     ("contract", "other digest", set_environment("rollout", lambda b: b.update(contract_digest="e" * 64))),
