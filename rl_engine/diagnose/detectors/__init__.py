@@ -1,0 +1,1 @@
+"""Fingerprints. Each detector is ``detect(...) -> list[Evidence]`` and looks for one family of causes."""

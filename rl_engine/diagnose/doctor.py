@@ -1,0 +1,141 @@
+"""Runs the detectors in order, ranks what they found and decides what is reported as a cause."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+import numpy as np
+
+from rl_engine.diagnose.causes import CAUSES, Evidence
+from rl_engine.diagnose.detectors import align, distribution, facts, grids, groups, losses, models, positions
+from rl_engine.diagnose.frame import Frame, build_frame
+from rl_engine.diagnose.log import Bools, TokenLog
+
+THRESHOLDS = pathlib.Path(__file__).with_name("thresholds.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A ranked cause. ``score`` 0 to 1; ``reported`` when it passes the cause's thresholds."""
+
+    cause: str
+    score: float
+    reported: bool
+    evidence: Evidence
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Diagnosis:
+    """Findings, best first; those not reported are weak and kept for ``--json``. ``frame``: the cleaned tokens."""
+
+    findings: tuple[Finding, ...]
+    frame: Frame
+    log: TokenLog
+
+    @property
+    def reported(self) -> tuple[Finding, ...]:
+        return tuple(f for f in self.findings if f.reported)
+
+    @property
+    def alarm(self) -> bool:
+        """Whether a cause other than rounding or equality is reported."""
+        return any(CAUSES[f.cause].kind != "fine" for f in self.reported)
+
+
+@functools.cache
+def thresholds() -> dict[str, tuple[float, float]]:
+    """(least strength, least fit) per cause, as calibrated by the fault suite."""
+    stored = json.loads(THRESHOLDS.read_text(encoding="utf-8"))["thresholds"]
+    return {name: (float(entry["strength"]), float(entry["fit"])) for name, entry in stored.items()}
+
+
+def collect(log: TokenLog) -> tuple[list[Evidence], Frame]:
+    """All evidence, and the frame without tokens and samples that facts already explain."""
+    found = [*facts.non_finite(log), *facts.signed_zero(log), *facts.token_ids(log), *facts.end_token(log)]
+    prompt, in_prompt = facts.prompt_in_mask(log)
+    filler, is_filler = facts.filler_in_mask(log)
+    found += prompt
+    # A filler run in front of the response is the prompt again: say it once.
+    found += [e for e in filler if not (prompt and e.cause == "mask-prompt")]
+    found += losses.denominator(log)
+    log = dataclasses.replace(log, mask=log.mask & ~in_prompt & ~is_filler)
+    frame = build_frame(log)
+    if not len(frame):
+        return found, frame
+    moved, hit = align.shifted(frame)
+    swapped, other = align.permuted(frame, hit)
+    found += moved + swapped
+    frame = _without(frame, hit | other)
+    found += grids.stored(frame)
+    lost = align.unrelated(frame)
+    found += lost
+    if lost:
+        return found, frame  # no finer statistic means anything when the two columns are unrelated
+    if len(frame) < 32 or not np.any(frame.raw_gap):
+        return found, frame
+    shape = distribution.measure(frame)
+    found += distribution.temperature(frame, shape) + distribution.mass(frame, shape)
+    found += distribution.proportional(frame) + distribution.penalty(frame)
+    found += grids.logits(frame) + groups.detect(frame) + positions.detect(frame) + models.detect(frame)
+    return found, frame
+
+
+def _without(frame: Frame, drop: Bools) -> Frame:
+    """The frame without some samples, unless too little would be left to say anything."""
+    keep = ~drop[frame.sample]
+    if keep.all() or keep.sum() < 64:
+        return frame if keep.all() else build_frame(frame.log.select(np.zeros_like(drop)))
+    mask = frame.log.mask.copy()
+    mask[frame.index[~keep]] = False
+    return build_frame(dataclasses.replace(frame.log, mask=mask))
+
+
+def rank(found: list[Evidence]) -> tuple[Finding, ...]:
+    """Best evidence per cause, scored; general causes count only for what no specific cause explains."""
+    limits = thresholds()
+    best: dict[str, Finding] = {}
+    for evidence in found:
+        least_strength, least_fit = limits.get(evidence.cause, (5.0, 0.1))
+        reported = evidence.strength >= least_strength and evidence.fit >= least_fit
+        score = evidence.fit * (1 - 2.0 ** -max(0.0, evidence.strength / least_strength))
+        finding = Finding(evidence.cause, float(min(score, 0.999)), reported, evidence)
+        old = best.get(evidence.cause)
+        if old is None or (finding.reported, finding.score) > (old.reported, old.score):
+            best[evidence.cause] = finding
+    findings = list(best.values())
+    specific = [f.score for f in findings if f.reported and CAUSES[f.cause].kind in ("form", "fact", "place")]
+    top = max(specific, default=0.0)
+    findings = [
+        dataclasses.replace(f, score=f.score * (1 - 0.9 * top)) if CAUSES[f.cause].kind == "general" else f
+        for f in findings
+    ]
+    return tuple(sorted(findings, key=lambda f: (not f.reported, -f.score)))
+
+
+def diagnose(log: TokenLog) -> Diagnosis:
+    """Collect, rank, and add the harmless answer when nothing else is reported."""
+    found, frame = collect(log)
+    findings = rank(found)
+    if not any(f.reported for f in findings):
+        findings = (_harmless(frame), *findings)
+    return Diagnosis(findings, frame, log)
+
+
+def _harmless(frame: Frame) -> Finding:
+    equal = len(frame) > 0 and not np.any(frame.raw_gap)
+    if equal:
+        evidence = Evidence("exact", 0.0, 1.0, f"all {len(frame)} compared logprobs are equal", {"tokens": len(frame)})
+        return Finding("exact", 1.0, True, evidence)
+    noise = models.logit_noise(frame) if len(frame) else 0.0
+    mean = float(frame.gap.mean()) if len(frame) else 0.0
+    size = float(np.abs(frame.gap).mean()) if len(frame) else 0.0
+    detail = (
+        f"the gap is symmetric (mean {mean:+.5f}, mean size {size:.5f}) and as large as rounding makes it "
+        f"(logit noise {noise:.4f}); no other fingerprint fits"
+    )
+    numbers: dict[str, float | str] = {"mean": mean, "size": size, "logit_noise": noise}
+    score = 0.9 if noise <= models.honest_limit(frame) else 0.5
+    return Finding("rounding", score, True, Evidence("rounding", 0.0, score, detail, numbers))
