@@ -45,14 +45,17 @@ def seal_run(run_dir: Path) -> str:
         UserError: not valid, or sealed already.
     """
     writer = RunWriter.open(run_dir)
-    if writer.current_state != "valid":
-        raise UserError(
-            f"a run that is {writer.current_state}", "a valid run", f"rlk-repro validate --run-dir {run_dir}"
-        )
-    writer.state("sealed")
-    files = hash_files(writer.run_dir)
-    seal = Seal(schema=SCHEMA, root=canonical_digest(encode(files)), files=files)
-    write_exclusive(writer.run_dir / paths.COMPLETE, _render(seal), "seal")
+    try:
+        # A state of `sealed` without COMPLETE is a seal that was interrupted.
+        if writer.current_state not in ("valid", "sealed"):
+            found = f"a run that is {writer.current_state}"
+            raise UserError(found, "a valid run", f"rlk-repro validate --run-dir {run_dir}")
+        writer.state("sealed")
+        files = hash_files(writer.run_dir)
+        seal = Seal(schema=SCHEMA, root=canonical_digest(encode(files)), files=files)
+        write_exclusive(writer.run_dir / paths.COMPLETE, _render(seal), "seal")
+    finally:
+        writer.close()
     return seal.root
 
 

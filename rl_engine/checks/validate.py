@@ -71,9 +71,12 @@ def _record(evidence: RunEvidence, findings: Sequence[Finding]) -> Path:
         certifies=certifies,
         does_not_certify=does_not,
     )
-    path = writer.validation(record)
-    failed = [finding.name for finding in findings if finding.status == "FAIL"]
-    writer.state("invalid" if failed else "valid", ", ".join(failed) or None)
+    try:
+        path = writer.validation(record)
+        failed = [finding.name for finding in findings if finding.status == "FAIL"]
+        writer.state("invalid" if failed else "valid", ", ".join(failed) or None)
+    finally:
+        writer.close()
     return path
 
 

@@ -15,6 +15,7 @@ from rl_engine.records.codec import RecordError, canonical_digest, canonical_jso
 from rl_engine.records.environment import utc_now
 from rl_engine.records.errors import UserError
 from rl_engine.records.files import append_durable, cut_torn_tail, require_folder, write_atomic, write_exclusive
+from rl_engine.records.lock import RunLock
 from rl_engine.records.reader import RunReader
 from rl_engine.records.redact import redact_text, redact_variables, secret_values
 from rl_engine.records.samples import encode_samples
@@ -44,7 +45,8 @@ TRANSITIONS: dict[str | None, frozenset[str]] = {
     "finished": frozenset({"valid", "invalid"}),
     "valid": frozenset({"valid", "invalid", "sealed"}),
     "invalid": frozenset({"valid", "invalid", "running"}),
-    "sealed": frozenset(),
+    # Without COMPLETE, sealing was interrupted: the run is open again.
+    "sealed": frozenset({"valid", "invalid"}),
 }
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
@@ -52,15 +54,19 @@ _KIND = re.compile(r"[a-z][a-z0-9_]{0,63}")
 class RunWriter:
     """The one writer of a run directory; not shared between processes.
 
+    It holds the directory's lock from creation until the run ends (``finished``, ``failed``, ``interrupted``) or
+    :meth:`close`.
+
     A step counts as finished when its line is in ``steps.jsonl``: call :meth:`samples` and :meth:`weights` first and
     :meth:`step` last. Any OSError (a full disk) leaves every earlier line and file intact.
     """
 
-    def __init__(self, run_dir: Path, plan_digest: str, state: str | None, next_step: int) -> None:
+    def __init__(self, run_dir: Path, plan_digest: str, state: str | None, next_step: int, lock: RunLock) -> None:
         self.run_dir = run_dir
         self.plan_digest = plan_digest
         self._state = state
         self._next_step = next_step
+        self._lock = lock
 
     @classmethod
     def create(cls, run_dir: Path, plan_json: Mapping[str, Any] | str, plan_digest: str) -> RunWriter:
@@ -91,7 +97,9 @@ class RunWriter:
             (run_dir / folder).mkdir()
         stored = json.dumps({"digest": plan_digest, "plan": body}, sort_keys=True, indent=1, allow_nan=False)
         write_exclusive(run_dir / paths.PLAN, (stored + "\n").encode(), "plan")
-        writer = cls(run_dir, plan_digest, None, 0)
+        lock = RunLock(run_dir)
+        lock.acquire()
+        writer = cls(run_dir, plan_digest, None, 0, lock)
         for name in (paths.EVENTS, paths.STEPS, paths.LOG):
             append_durable(run_dir / name, b"")
         writer.state("planned")
@@ -102,11 +110,22 @@ class RunWriter:
         """Continue an existing run (resume, validation): a line torn by a crash is cut off and recorded as an event.
 
         Raises:
-            UserError: no run directory, a sealed one, or one with damaged records.
+            UserError: no run directory, a sealed one, one with damaged records, or one being written by a process.
         """
         reader = RunReader(run_dir)
         if reader.sealed:
             raise _sealed(reader.run_dir)
+        # Before any repair: the torn line of a live run is a line being written.
+        lock = RunLock(reader.run_dir)
+        lock.acquire()
+        try:
+            return cls._repaired(reader, lock)
+        except BaseException:
+            lock.release()
+            raise
+
+    @classmethod
+    def _repaired(cls, reader: RunReader, lock: RunLock) -> RunWriter:
         for folder in (paths.SAMPLES_DIR, paths.ROUTES_DIR, paths.WEIGHTS_DIR):
             require_folder(reader.run_dir / folder)
         torn = {
@@ -115,7 +134,8 @@ class RunWriter:
             if (reader.run_dir / name).exists()
         }
         states = reader.states()
-        writer = cls(reader.run_dir, reader.plan().digest, states[-1].name if states else None, len(reader.steps()))
+        state = states[-1].name if states else None
+        writer = cls(reader.run_dir, reader.plan().digest, state, len(reader.steps()), lock)
         for name, removed in torn.items():
             if removed:
                 writer.event("torn_line_removed", file=name, bytes=removed)
@@ -147,6 +167,14 @@ class RunWriter:
         text = None if reason is None else redact_text(reason, secret_values())
         self._append(paths.STATE, StateRecord(time=utc_now(), name=cast(StateName, name), reason=text))
         self._state = name
+        if name in _END or name == "finished":
+            self.close()
+        elif name == "running":
+            self._lock.acquire()
+
+    def close(self) -> None:
+        """Give the directory's lock back."""
+        self._lock.release()
 
     def event(self, kind: str, **fields: EventValue | list[Any]) -> None:
         """Append a typed event; text values are redacted."""

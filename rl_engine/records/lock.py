@@ -1,0 +1,57 @@
+"""One writer for one run directory: a lock that dies with its process."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from rl_engine.records.errors import UserError
+
+
+class RunLock:
+    """An exclusive ``flock`` on the run directory itself: nothing is written, a killed process leaves no lock."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._descriptor: int | None = None
+
+    def acquire(self) -> None:
+        """Take the lock.
+
+        Raises:
+            UserError: another writer has it.
+        """
+        if self._descriptor is not None:
+            return
+        descriptor = os.open(self.run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise UserError(
+                f"{self.run_dir} being written by another process",
+                "a run that no process works on",
+                f"follow it with `rlk-repro attach {self.run_dir.name}`, or end it with `rlk-repro stop`",
+            ) from None
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        """Give the lock back; harmless without it."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __del__(self) -> None:
+        self.release()
+
+
+def is_live(run_dir: Path) -> bool:
+    """Whether a process is writing this run now."""
+    lock = RunLock(run_dir)
+    try:
+        lock.acquire()
+    except UserError:
+        return True
+    lock.release()
+    return False
