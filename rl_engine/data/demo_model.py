@@ -68,8 +68,8 @@ class _Source:
 def ensure(directory: Path, progress: Progress) -> Path:
     """Makes the demo model's checkpoint in ``directory``, or verifies the one that is there.
 
-    A complete directory is hashed and left alone. Otherwise the files are made in ``.<name>.partial`` beside it, flushed
-    to disk and moved into place at once: a reader sees either nothing or all. A run that was interrupted goes on with
+    A complete directory is hashed and left alone. Otherwise the files are made in ``.<name>.partial`` beside it,
+    flushed to disk and moved into place at once: a reader sees nothing or all. A run that was interrupted goes on with
     the files it had finished. Processes that ask at the same time wait for each other.
 
     Args:

@@ -1,0 +1,1 @@
+"""Rule rewards: the answer of a response against its reference."""
