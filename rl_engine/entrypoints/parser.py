@@ -121,6 +121,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 def _add_prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--download-data", action="store_true", help="download and convert the prompts")
     parser.add_argument("--data-url", metavar="URL", help="where the prompts come from, for --download-data")
+    parser.add_argument("--data-sha256", metavar="HASH", help="hash that the downloaded file must have")
     parser.add_argument("--convert-checkpoint", action="store_true", help="convert the checkpoint to Megatron's layout")
 
 

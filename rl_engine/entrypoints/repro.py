@@ -146,11 +146,12 @@ def _prepare(args: argparse.Namespace) -> int:
 
     resolved = _resolve(args)
     _talk(profile_line(resolved[0]))
-    prepare = _room("rl_engine.data.prepare", "prepare")
+    prepare = _room("rl_engine.prepare.cli", "prepare")
     return prepare.main(
         resolved[0],
         download_data=args.download_data,
         data_url=args.data_url,
+        data_sha256=args.data_sha256,
         convert_checkpoint=args.convert_checkpoint,
         json_output=args.json,
         talk=_talk,
