@@ -95,7 +95,7 @@ def conclusions(evidence: RunEvidence, findings: Sequence[Finding]) -> tuple[tup
     if not passed(findings):
         failed = ", ".join(name for name, status in names.items() if status == "FAIL")
         return (), ("anything: these gates failed: " + failed, *limits)
-    total = merge_statistics(facts.statistics for facts in evidence.facts)
+    total = merge_statistics(facts.summary for facts in evidence.facts)
     if evidence.plan.mode == "consistency":
         first = f"all {total.tokens_compared} response tokens have the same fp32 logprob bits in rollout and trainer"
     else:

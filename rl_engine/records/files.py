@@ -64,13 +64,25 @@ def write_exclusive(path: Path, data: bytes, what: str) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        # link() refuses an existing name, which rename() would replace.
-        os.link(temporary, path)
+        _publish(temporary, path)
     except FileExistsError:
         raise UserError(f"{path} already there", f"no {what} of that name", "choose another name") from None
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    """Give a finished file its name, refusing an existing one, which rename() alone would replace."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        # A file system without hard links.
+        if os.path.lexists(path):
+            raise FileExistsError(path) from None
+        os.rename(temporary, path)
 
 
 def cut_torn_tail(path: Path) -> int:

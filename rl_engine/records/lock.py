@@ -27,8 +27,10 @@ class RunLock:
         descriptor = os.open(self.run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
             os.close(descriptor)
+            if not isinstance(error, BlockingIOError):
+                return  # a file system without locks: the caller's discipline is all there is
             raise UserError(
                 f"{self.run_dir} being written by another process",
                 "a run that no process works on",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 REDACTED = "[redacted]"
 
 _SECRET_NAME = re.compile(
-    r"(?i)(token|secret|passw|passphrase|api_?key|access_?key|private|credential|auth|cookie|session|signature|_key$|^key$)"
+    r"(?i)(token(?!ize)|secret|passw|passphrase|api_?key|access_?key|private_?key|credential|auth|cookie|_key$|^key$)"
 )
 _SECRET_TEXT = re.compile(
     r"hf_[A-Za-z0-9]{16,}"
@@ -22,8 +22,9 @@ _SECRET_TEXT = re.compile(
 _USER_INFO = re.compile(r"(?<=://)[^/\s:@]+(?::[^/\s@]*)?(?=@)")
 _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}")
 _ASSIGNMENT = re.compile(
-    r"(?i)([A-Za-z0-9_-]*(?:token|secret|password|passwd|api_?key|access_?key|credential)[A-Za-z0-9_-]*"
-    r"[\"']?\s*[=:]\s*[\"']?)([^\s\"',;&]{6,})"
+    # Counts of tokens are no secrets: of names with "token" only those that end in it, and no plain number.
+    r"(?i)([\w-]*(?:token[\"']?\s*[=:]\s*[\"']?(?![\d.]+\b)"
+    r"|(?:secret|password|passwd|api_?key|access_?key|credential)[\w-]*[\"']?\s*[=:]\s*[\"']?))([^\s\"',;&]{6,})"
 )
 
 # Variables worth keeping: what can change numbers or placement. Everything else stays out of the record.

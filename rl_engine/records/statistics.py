@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from rl_engine.numerics.bits import int_view
-from rl_engine.records.types import LogprobStatistics, SampleBatch
+from rl_engine.records.types import BatchSummary, LogprobStatistics, SampleBatch
 
 
 def exact_mean(values: Sequence[float]) -> float:
@@ -53,7 +54,18 @@ def response_lengths(batch: SampleBatch) -> list[int]:
     ]
 
 
-def merge_statistics(parts: Iterable[LogprobStatistics]) -> LogprobStatistics:
+def summarise(batch: SampleBatch) -> BatchSummary:
+    """What a step's line in ``steps.jsonl`` must say about its samples; gates recompute exactly this."""
+    return BatchSummary(
+        samples=len(batch.samples),
+        **dataclasses.asdict(logprob_statistics(batch)),
+        reward_mean=exact_mean([sample.reward for sample in batch.samples]),
+        response_len_mean=exact_mean([float(length) for length in response_lengths(batch)]),
+        truncated=sum(sample.finish_reason == "length" for sample in batch.samples),
+    )
+
+
+def merge_statistics(parts: Iterable[LogprobStatistics | BatchSummary]) -> LogprobStatistics:
     """Statistics of several batches together: counts added, maximum of maxima, means weighted by tokens."""
     items = list(parts)
     tokens = sum(item.tokens_compared for item in items)

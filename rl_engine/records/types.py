@@ -99,6 +99,22 @@ class LogprobStatistics:
 
 
 @dataclasses.dataclass(frozen=True)
+class BatchSummary:
+    """The columns of a :class:`StepRecord` that follow from the step's samples alone, under the same names."""
+
+    samples: int
+    tokens_compared: int
+    mismatches: int
+    max_abs_dlogp: float
+    mean_abs_dlogp: float
+    kl_k1: float
+    kl_k3: float
+    reward_mean: float
+    response_len_mean: float
+    truncated: int
+
+
+@dataclasses.dataclass(frozen=True)
 class SampleRecord:
     """Identity and outcome of one sample; the step is the file's. ``finish_reason`` is ``stop`` or ``length``."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from rl_engine.config.plan import (
 from rl_engine.numerics.digest import tensor_digest
 from rl_engine.records.codec import canonical_digest, encode
 from rl_engine.records.environment import collect_environment
-from rl_engine.records.statistics import logprob_statistics, response_lengths
+from rl_engine.records.statistics import summarise
 from rl_engine.records.types import (
     RetainedSets,
     RouteRecord,
@@ -105,16 +104,11 @@ def make_batch(step: int, mode: str = "consistency") -> SampleBatch:
 
 def make_step(step: int, batch: SampleBatch) -> StepRecord:
     """The step record that follows from a batch."""
-    lengths = response_lengths(batch)
     norm = 0.5 + step
     return StepRecord(
         step=step,
         weight_version=step,
-        samples=len(batch.samples),
-        **dataclasses.asdict(logprob_statistics(batch)),
-        reward_mean=statistics.fmean(sample.reward for sample in batch.samples),
-        response_len_mean=statistics.fmean(lengths),
-        truncated=sum(sample.finish_reason == "length" for sample in batch.samples),
+        **dataclasses.asdict(summarise(batch)),
         entropy_mean=1.5,
         loss=0.1,
         clip_fraction=0.0,

@@ -13,11 +13,11 @@ from rl_engine.config.plan import Plan
 from rl_engine.numerics.bits import hex_bits, int_view
 from rl_engine.records.codec import decode
 from rl_engine.records.reader import RunReader
-from rl_engine.records.statistics import exact_mean, logprob_statistics, response_lengths
+from rl_engine.records.statistics import summarise
 from rl_engine.records.types import (
+    BatchSummary,
     EnvironmentRecord,
     EventRecord,
-    LogprobStatistics,
     RouteFile,
     SampleBatch,
     SampleRecord,
@@ -33,10 +33,7 @@ class StepFacts:
 
     step: int
     samples: tuple[SampleRecord, ...]
-    statistics: LogprobStatistics
-    reward_mean: float
-    response_len_mean: float
-    truncated: int
+    summary: BatchSummary
     first_mismatch: str
     mask_problem: str
     finite_problem: str
@@ -137,10 +134,7 @@ def _step_facts(step: int, batch: SampleBatch, needs_sets: bool) -> StepFacts:
     return StepFacts(
         step=step,
         samples=batch.samples,
-        statistics=logprob_statistics(batch),
-        reward_mean=exact_mean([sample.reward for sample in batch.samples]),
-        response_len_mean=exact_mean([float(length) for length in response_lengths(batch)]),
-        truncated=sum(sample.finish_reason == "length" for sample in batch.samples),
+        summary=summarise(batch),
         first_mismatch=_first_mismatch(step, batch),
         mask_problem=_mask_problem(step, batch),
         finite_problem=_finite_problem(step, batch),

@@ -68,11 +68,12 @@ def _retained(evidence: RunEvidence) -> Verdict:
 
 def _lengths(evidence: RunEvidence) -> Verdict:
     for facts, step in zip(evidence.facts, evidence.steps, strict=True):
-        wanted = (facts.reward_mean, facts.response_len_mean)
+        wanted = (facts.summary.reward_mean, facts.summary.response_len_mean)
         given = (step.reward_mean, step.response_len_mean)
         close = all(map(_close, given, wanted))
-        if not close or step.truncated != facts.truncated:
-            return False, f"step {step.step}: {(*given, step.truncated)}, files say {(*wanted, facts.truncated)}", ""
+        if not close or step.truncated != facts.summary.truncated:
+            found = f"{(*given, step.truncated)}, the files say {(*wanted, facts.summary.truncated)}"
+            return False, f"step {step.step}: {found}", "steps.jsonl does not describe these samples"
     return True, "reward, length and truncation follow from the samples", ""
 
 
@@ -85,7 +86,7 @@ def _statistics(evidence: RunEvidence) -> Verdict:
 
 
 def _statistics_problem(step: StepRecord, facts: StepFacts) -> str:
-    actual = facts.statistics
+    actual = facts.summary
     for name in ("tokens_compared", "mismatches", "max_abs_dlogp"):
         if not _same(getattr(step, name), getattr(actual, name)):
             return f"{name} {getattr(step, name)}, the files say {getattr(actual, name)}"
@@ -96,7 +97,7 @@ def _statistics_problem(step: StepRecord, facts: StepFacts) -> str:
 
 
 def _mismatches(evidence: RunEvidence) -> Verdict:
-    total = merge_statistics(facts.statistics for facts in evidence.facts)
+    total = merge_statistics(facts.summary for facts in evidence.facts)
     found = f"{total.mismatches} of {total.tokens_compared} logprobs differ in bits"
     if total.tokens_compared == 0:
         return False, "no token to compare", "every response is empty; look at the prompts and the response cap"
