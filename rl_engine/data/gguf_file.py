@@ -121,7 +121,9 @@ class GgufFile:
             key = cursor.string()
             self.metadata[key] = cursor.value(cursor.scalar("<I"))
         table = [self._read_entry(cursor) for _ in range(tensor_count)]
-        alignment = int(self.metadata.get("general.alignment", 32))
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise GgufError(f"alignment {alignment!r}")
         data_start = -(-cursor.at // alignment) * alignment
         self.tensors = {entry.name: dataclasses.replace(entry, start=data_start + entry.start) for entry in table}
         for entry in self.tensors.values():

@@ -160,7 +160,11 @@ def _text(row: dict[str, Any], key: str) -> str:
     return value
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
+    """JSON's word for a parsed value."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    return {list: "array", dict: "object", str: "string"}.get(type(value), "number")
+    for kind, name in ((list, "array"), (dict, "object"), (str, "string")):
+        if isinstance(value, kind):
+            return name
+    return "number"

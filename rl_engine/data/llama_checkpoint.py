@@ -215,7 +215,7 @@ def write_weights(gguf: GgufFile, path: Path, progress: Callable[[str], None]) -
             if kind in heads:
                 values = unpermute_heads(values, heads[kind])
             data = round_to_bf16(values).astype("<u2", copy=False)
-            stream.write(data)
+            stream.write(data.tobytes())
             written += data.nbytes
             if written * 10 >= total * next_tenth:
                 next_tenth = written * 10 // total + 1

@@ -80,17 +80,25 @@ class AnswerChecker:
         Raises:
             CheckerUnavailable: the child does not come up.
         """
-        self._wait_until_ready()
-        self._number += 1
-        request = {"id": self._number, "rule": rule, "text": text, "answer": answer, "limit": self._time_limit}
-        try:
-            reply = self._exchange(json.dumps(request).encode("ascii") + b"\n")
-        except TimeoutError:
-            return self._lost("timeout")
-        except (EOFError, BrokenPipeError):
-            return self._lost("crash")
-        assert reply["id"] == self._number, "the checking child answered another request"
-        return Comparison(bool(reply["equal"]), reply["extracted"], reply["problem"])
+        problem = "crash"
+        # A child that was lost between comparisons says nothing about this text, so a crash gets one more try.
+        for _ in range(2):
+            self._wait_until_ready()
+            self._number += 1
+            request = {"id": self._number, "rule": rule, "text": text, "answer": answer, "limit": self._time_limit}
+            try:
+                reply = self._exchange(json.dumps(request).encode("ascii") + b"\n")
+            except TimeoutError:
+                problem = "timeout"
+            except (EOFError, BrokenPipeError):
+                problem = "crash"
+            else:
+                assert reply["id"] == self._number, "the checking child answered another request"
+                return Comparison(bool(reply["equal"]), reply["extracted"], reply["problem"])
+            self._replace()
+            if problem == "timeout":
+                break
+        return Comparison(False, None, problem)
 
     def close(self) -> None:
         """Ends the child; a later ``compare`` starts another."""
@@ -105,11 +113,10 @@ class AnswerChecker:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
 
-    def _lost(self, problem: str) -> Comparison:
-        """Replaces the child; the new one comes up while the caller goes on."""
+    def _replace(self) -> None:
+        """A new child, which comes up while the caller goes on."""
         self.close()
         self.start()
-        return Comparison(False, None, problem)
 
     def _wait_until_ready(self) -> None:
         self.start()
