@@ -17,6 +17,7 @@ from rl_engine.records.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PLACEHOLDER = "edit me"
+SITE_SECONDS = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +79,14 @@ def absolute(text: str, base: Path) -> str:
 
 
 def site_packages(python: str) -> str | None:
-    """site-packages of ``python``, asked in a child process; None when it cannot answer within 10 seconds."""
+    """site-packages of ``python``, asked in a child process; None when it cannot answer in time."""
     if python == sys.executable:
         return sysconfig.get_paths()["purelib"]
     code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     try:
-        answer = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, timeout=10, check=True)
+        answer = subprocess.run(
+            [python, "-I", "-c", code], capture_output=True, text=True, timeout=SITE_SECONDS, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout.strip() or None

@@ -87,8 +87,13 @@ def _request(args: argparse.Namespace) -> object:
 
 def _chain_available() -> bool:
     """Whether the C chain kernel can be had here; the operators' room knows."""
-    from rl_engine.ops.library import available
+    try:
+        from rl_engine.ops.library import available
+    except ImportError:
+        import shutil
 
+        # No torch here: plan and doctor still answer, and a compiler is all that the kernel would need.
+        return any(shutil.which(name) for name in ("cc", "gcc", "clang"))
     return bool(available())
 
 
