@@ -1,4 +1,4 @@
-"""Writes a small Llama GGUF file with the structure of the demo model's: Q8_0 embedding, Q4_1 projections, F32 norms."""
+"""Writes a small Llama GGUF file built like the demo model's: Q8_0 embedding, Q4_1 projections, F32 norms."""
 
 from __future__ import annotations
 
