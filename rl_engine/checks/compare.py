@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from rl_engine.checks.gates.evidence import locate
 from rl_engine.numerics.bits import compare_bits
-from rl_engine.records.codec import encode
+from rl_engine.records.codec import encode, printable
 from rl_engine.records.reader import RunReader
 from rl_engine.records.types import EnvironmentRecord, SampleBatch, StepRecord
 
@@ -87,7 +87,7 @@ def _settings(a: RunReader, b: RunReader, equal: list[str]) -> list[Difference]:
         if not different:
             equal.append(f"{title} ({len(names)} values)")
         found += [
-            Difference(f"{title}.{name}", "", _short(left.get(name)), _short(right.get(name)), 1, 0)
+            Difference(_short(f"{title}.{name}"), "", _short(left.get(name)), _short(right.get(name)), 1, 0)
             for name in different
         ]
     return found
@@ -229,5 +229,5 @@ def _weight_results(a: RunReader, b: RunReader, equal: list[str]) -> list[Differ
 
 
 def _short(value: Any) -> str:
-    text = "nothing" if value is None else str(value)
+    text = "nothing" if value is None else printable(str(value))
     return text if len(text) <= 100 else text[:97] + "..."

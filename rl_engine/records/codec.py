@@ -30,7 +30,12 @@ class RecordError(UserError):
     """A file of a run directory that is not what it must be."""
 
     def __init__(self, found: str, expected: str, hint: str = _HINT_FILE) -> None:
-        super().__init__(found, expected, hint)
+        super().__init__(printable(found), printable(expected), hint)
+
+
+def printable(text: str) -> str:
+    """``text`` with every control and format character escaped: a stranger's file must not steer a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def canonical_json(value: JsonValue) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from rl_engine.checks.finding import Finding
 from rl_engine.config.plan import Plan
 from rl_engine.numerics.bits import hex_bits, int_view
-from rl_engine.records.codec import decode
+from rl_engine.records.codec import decode, printable
 from rl_engine.records.reader import RunReader
 from rl_engine.records.statistics import summarise
 from rl_engine.records.types import (
@@ -126,8 +126,10 @@ def run_gate(gate: Gate, evidence: RunEvidence, failed: set[str]) -> Finding:
     try:
         passed, found, hint = gate.judge(evidence)
     except Exception as error:
-        return Finding(gate.name, "FAIL", f"{type(error).__name__}: {str(error)[:300]}", gate.expected, "")
-    return Finding(gate.name, "PASS" if passed else gate.failure, found, gate.expected, "" if passed else hint)
+        text = printable(f"{type(error).__name__}: {str(error)[:300]}")
+        return Finding(gate.name, "FAIL", text, gate.expected, "")
+    status = "PASS" if passed else gate.failure
+    return Finding(gate.name, status, printable(found), gate.expected, "" if passed else hint)
 
 
 def _step_facts(step: int, batch: SampleBatch, needs_sets: bool) -> StepFacts:
@@ -192,17 +194,22 @@ def _finite_problem(step: int, batch: SampleBatch) -> str:
 def _retained_problem(step: int, batch: SampleBatch, needed: bool) -> str:
     if batch.retained is None:
         return f"step {step}: no retained sets" if needed else ""
-    sets = batch.retained
-    for position in np.flatnonzero(batch.loss_mask == 1).tolist():
-        row = sets.ids[sets.offsets[position] : sets.offsets[position + 1]]
-        if row.size == 0:
-            if needed:
-                return f"step {step} {locate(batch, position)}: no retained set"
-            continue
-        token = int(batch.tokens[position])
-        index = int(np.searchsorted(row, token))
-        if index >= row.size or int(row[index]) != token:
-            return f"step {step} {locate(batch, position)}: token {token} outside its retained set"
+    sets, response = batch.retained, batch.loss_mask == 1
+    sizes = np.diff(sets.offsets)
+    bare = np.flatnonzero(response & (sizes == 0))
+    if needed and bare.size:
+        return f"step {step} {locate(batch, int(bare[0]))}: no retained set"
+    # One ascending key per (position, id), so that a single search answers for every token.
+    positions = np.flatnonzero(response & (sizes > 0))
+    keys = np.repeat(np.arange(sizes.size, dtype=np.int64), sizes) * sets.vocab + sets.ids
+    tokens = batch.tokens[positions].astype(np.int64)
+    inside = (tokens >= 0) & (tokens < sets.vocab)
+    wanted = positions * sets.vocab + np.where(inside, tokens, 0)
+    index = np.minimum(np.searchsorted(keys, wanted), max(keys.size - 1, 0))
+    outside = np.flatnonzero(~inside | (keys[index] != wanted)) if positions.size else positions
+    if outside.size:
+        position = int(positions[outside[0]])
+        return f"step {step} {locate(batch, position)}: token {batch.tokens[position]} outside its retained set"
     return ""
 
 

@@ -54,7 +54,7 @@ HOSTILE: list[Any] = [
     [],
     {},
 ]
-HOSTILE += ["A" * 5000, [[[[]]]], {"step": 0}, "\ud800", "step-00000", 10**4000]
+HOSTILE += ["A" * 5000, [[[[]]]], {"step": 0}, "\ud800", "step-00000", 10**4000, "\x1b[2J\n\u202e"]
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +85,10 @@ def written(files: dict[str, bytes]) -> Any:
 
 
 def silent(run: Path) -> int:
-    with contextlib.redirect_stdout(io.StringIO()):
-        return validate.main(run)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = validate.main(run)
+    assert out.getvalue().replace("\n", "").isprintable(), "a stranger's text must not steer the terminal"
+    return code
 
 
 def exercise(run: Path, other: Path | None = None) -> None:
@@ -101,7 +103,7 @@ def exercise(run: Path, other: Path | None = None) -> None:
         try:
             act()
         except UserError as error:
-            assert len(str(error)) < 4000 and "\n" not in str(error)
+            assert len(str(error)) < 4000 and str(error).isprintable()
 
 
 @st.composite
@@ -131,7 +133,7 @@ def mutate_json(draw: st.DrawFn, body: Any) -> Any:
         if draw(st.integers(0, 9)) == 0:
             return {name: value for name, value in body.items() if name != key}
         if draw(st.integers(0, 9)) == 0:
-            return {**body, "extra": 1}
+            return {**body, "extra\x1b[31m\n": 1}
         return {**body, key: mutate_json(draw, body[key])}
     if isinstance(body, list) and body and draw(st.integers(0, 3)):
         index = draw(st.integers(0, len(body) - 1))

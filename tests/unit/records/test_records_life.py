@@ -119,6 +119,21 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
         latest_checkpoint(run, digest)
 
 
+def test_names_in_a_manifest_cannot_travel(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    digest = RunReader(run).plan().digest
+    folder = write_checkpoint(run, digest, 1, 1, lambda inner: (inner / "w").write_bytes(b"x") and None)
+    (tmp_path / "outside").write_bytes(b"x")
+    text = (folder / "manifest.json").read_text().replace('"w"', '"../../../outside"')
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(UserError, match="missing or added"):
+        latest_checkpoint(run, digest)
+    (run / "checkpoints").rename(tmp_path / "moved")
+    (run / "checkpoints").symlink_to(tmp_path / "moved")
+    with pytest.raises(UserError):
+        write_checkpoint(run, digest, 2, 2, lambda inner: None)
+
+
 def test_a_failing_save_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     digest = RunReader(run).plan().digest
