@@ -1,0 +1,255 @@
+"""The built-in trainer, one rank: scoring and GRPO updates with fp32 master weights, exact gradient norm and AdamW."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rl_engine.engines.snapshot import export_snapshot
+from rl_engine.engines.train.batching import MicroBatch, build_micro_batch, fold_units, micro_batches
+from rl_engine.engines.train.grpo import TokenLoss, token_loss
+from rl_engine.engines.types import Sample, UpdateResult, WeightSnapshot
+from rl_engine.models.decoder import Decoder
+from rl_engine.models.weights import ModelWeights
+from rl_engine.ops import Operators
+from rl_engine.ops.adamw import AdamScalars
+from rl_engine.ops.grad_norm import clip_factor, norm_from_bins
+
+Logprobs = list[npt.NDArray[np.float32]]
+Progress = Callable[[int, int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSettings:
+    """``max_tokens`` per micro-batch (None: one fold unit each) changes memory and speed, never a bit."""
+
+    temperature: float
+    lr: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    clip_grad: float
+    kl_coef: float
+    clip_low: float
+    clip_high: float
+    fold_tokens: int
+    max_tokens: int | None
+    recompute: bool = True
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OptimizerState:
+    """fp32 of the weight's shape."""
+
+    master: Tensor
+    m: Tensor
+    v: Tensor
+
+
+class TrainEngine:
+    """One rank.
+
+    Args:
+        weights: the model; trained in place.
+        operators: providers of the train side.
+        positions: longest prompt plus response.
+        reference: frozen model of the KL term; needed where ``settings.kl_coef`` > 0.
+    """
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        operators: Operators,
+        positions: int,
+        settings: TrainSettings,
+        reference: ModelWeights | None = None,
+    ) -> None:
+        assert settings.kl_coef == 0 or reference is not None
+        self.weights, self.ops, self.settings = weights, operators, settings
+        self.decoder = Decoder(weights, operators, positions)
+        self.reference = Decoder(reference, operators, positions) if reference is not None else None
+        self.version = 0
+        self.state: dict[str, OptimizerState] = {}
+        for weight in weights:
+            weight.enable_training()
+            # Stock operators differentiate through autograd; ours write weight.grad themselves.
+            weight.value.requires_grad_(True)
+            master = weight.value.detach().float()
+            self.state[weight.name] = OptimizerState(master, torch.zeros_like(master), torch.zeros_like(master))
+
+    def score(self, samples: list[Sample], progress: Progress | None = None) -> Logprobs:
+        """The trainer's logprob of every response token, fp32 [R] per sample."""
+        return self._score(self.decoder, samples, progress)
+
+    def score_reference(self, samples: list[Sample]) -> Logprobs:
+        """The frozen reference model's logprobs, with the same temperature and retained sets."""
+        assert self.reference is not None
+        return self._score(self.reference, samples, None)
+
+    def _score(self, decoder: Decoder, samples: list[Sample], progress: Progress | None) -> Logprobs:
+        results: dict[int, npt.NDArray[np.float32]] = {}
+        batches = self._batches(samples)
+        with torch.no_grad():
+            for number, batch in enumerate(batches):
+                logp, _ = self._logprobs(decoder, batch, recompute=False)
+                for index, values in zip(batch.indices, logp.split(batch.counts), strict=True):
+                    results[index] = values.numpy().copy()
+                if progress is not None:
+                    progress(number + 1, len(batches))
+        return [results[index] for index in range(len(samples))]
+
+    def step(
+        self,
+        samples: list[Sample],
+        advantages: list[float],
+        old_logprobs: Logprobs,
+        reference_logprobs: Logprobs | None = None,
+        progress: Progress | None = None,
+    ) -> UpdateResult:
+        """One update over all samples, given in canonical order.
+
+        Raises:
+            NonFiniteGradient: nothing was changed.
+            ValueError: a fold unit exceeds ``max_tokens``.
+        """
+        started = time.perf_counter()
+        loss_tokens = sum(len(s.response_tokens) for s in samples)
+        for weight in self.weights:
+            assert weight.grad is not None
+            weight.grad.zero_()
+            weight.lookups.clear()
+        totals = _Totals()
+        batches = self._batches(samples)
+        for number, batch in enumerate(batches):
+            self._backward(batch, advantages, old_logprobs, reference_logprobs, loss_tokens, totals)
+            if progress is not None:
+                progress(number + 1, len(batches))
+        self.ops.finish_embedding(self.weights.embedding)
+        trained = time.perf_counter()
+        norm, changed = self._update()
+        return UpdateResult(
+            loss=math.fsum(totals.loss),
+            kl_mean=math.fsum(totals.kl) / loss_tokens,
+            entropy_mean=math.fsum(totals.entropy) / loss_tokens,
+            clip_fraction=totals.clipped / loss_tokens,
+            grad_norm=norm,
+            ratio_mismatches=totals.ratio_mismatches,
+            loss_tokens=loss_tokens,
+            train_tokens=sum(s.length for s in samples),
+            micro_batches=len(batches),
+            seconds_train=trained - started,
+            seconds_optimizer=time.perf_counter() - trained,
+            changed_elements=changed,
+            elements=sum(math.prod(weight.shape) for weight in self.weights),
+        )
+
+    def export(self) -> WeightSnapshot:
+        """The bf16 weights of the current version."""
+        return export_snapshot(self.weights, self.version)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """HF name -> fp32 gradient of the last update, before clipping."""
+        gradients: dict[str, Tensor] = {}
+        for weight in self.weights:
+            gradients.update(weight.part_gradients())
+        return gradients
+
+    def _batches(self, samples: list[Sample]) -> list[MicroBatch]:
+        lengths = [s.length for s in samples]
+        units = fold_units(lengths, self.settings.fold_tokens)
+        vocabulary = self.weights.config.vocabulary
+        return [
+            build_micro_batch(samples, chosen, vocabulary)
+            for chosen in micro_batches(units, lengths, self.settings.max_tokens)
+        ]
+
+    def _logprobs(self, decoder: Decoder, batch: MicroBatch, recompute: bool) -> tuple[Tensor, Tensor]:
+        hidden = decoder.hidden_packed(batch.ids, batch.layout, recompute)
+        return self.ops.score(
+            *(hidden, decoder.weights.head, batch.targets, self.settings.temperature),
+            *(batch.mask, batch.layout, batch.rows),
+        )
+
+    def _backward(
+        self,
+        batch: MicroBatch,
+        advantages: list[float],
+        old: Logprobs,
+        reference: Logprobs | None,
+        loss_tokens: int,
+        totals: _Totals,
+    ) -> None:
+        logp, entropy = self._logprobs(self.decoder, batch, self.settings.recompute)
+        values = logp.detach().numpy()
+        old_values = np.concatenate([old[index] for index in batch.indices])
+        tokens = token_loss(
+            values.astype(np.float64),
+            old_values.astype(np.float64),
+            None if reference is None else np.concatenate([reference[i] for i in batch.indices]).astype(np.float64),
+            np.repeat(np.array([advantages[index] for index in batch.indices]), batch.counts),
+            loss_tokens,
+            (self.settings.clip_low, self.settings.clip_high),
+            self.settings.kl_coef,
+        )
+        logp.backward(torch.from_numpy(tokens.coefficient.astype(np.float32)))
+        for weight in self.weights:
+            if weight.value.grad is not None:  # a stock operator's gradient, bf16, one micro-batch
+                assert weight.grad is not None
+                weight.grad.add_(weight.value.grad)
+                weight.value.grad = None
+        totals.add(tokens, entropy.detach().numpy(), values, old_values)
+
+    def _update(self) -> tuple[float, int]:
+        """(gradient norm before clipping, bf16 weights that changed)."""
+        settings = self.settings
+        bins = torch.zeros(256, 2, dtype=torch.int64)
+        for weight in self.weights:
+            assert weight.grad is not None
+            bins += self.ops.norm_bins(weight.grad)
+        norm = norm_from_bins(bins)
+        clip = clip_factor(norm, settings.clip_grad)
+        changed = 0
+        with torch.no_grad():
+            for weight in self.weights:
+                decay = settings.weight_decay if len(weight.shape) == 2 else 0.0
+                scalars = AdamScalars.at(
+                    self.version + 1, settings.lr, settings.beta1, settings.beta2, settings.eps, decay
+                )
+                state, before = self.state[weight.name], weight.value.clone()
+                assert weight.grad is not None
+                self.ops.adamw(state.master, state.m, state.v, weight.grad, weight.value, clip, scalars)
+                changed += int((before.view(torch.int16) != weight.value.view(torch.int16)).sum())
+        self.version += 1
+        return norm, changed
+
+
+@dataclasses.dataclass
+class _Totals:
+    """Per-token values of the whole update; sums are taken once, correctly rounded."""
+
+    loss: list[float] = dataclasses.field(default_factory=list)
+    kl: list[float] = dataclasses.field(default_factory=list)
+    entropy: list[float] = dataclasses.field(default_factory=list)
+    clipped: int = 0
+    ratio_mismatches: int = 0
+
+    def add(
+        self,
+        tokens: TokenLoss,
+        entropy: npt.NDArray[np.float32],
+        logp: npt.NDArray[np.float32],
+        old: npt.NDArray[np.float32],
+    ) -> None:
+        self.loss.extend(tokens.loss.tolist())
+        self.kl.extend(tokens.kl.tolist())
+        self.entropy.extend(entropy.astype(np.float64).tolist())
+        self.clipped += int(tokens.clipped.sum())
+        self.ratio_mismatches += int((logp.view(np.int32) != old.view(np.int32)).sum())

@@ -1,0 +1,107 @@
+"""What passes between engines and the orchestrator. Arrays are numpy, so that any transport can carry them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+RetainedRow = npt.NDArray[np.int32] | npt.NDArray[np.uint8]  # sorted ids, or packed bits, whichever is smaller
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One sample to draw; (prompt, sample) is its identity within a step."""
+
+    prompt: int
+    sample: int
+    tokens: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingSettings:
+    """``top_k`` -1 and ``top_p`` 1.0 skip their filter; ``stop_tokens`` end a response and belong to it."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_response_len: int
+    seed: int
+    stop_tokens: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sample:
+    """A prompt and its response. ``logprobs`` fp32 [R] are the rollout engine's; ``retained`` has one row per response
+    token, or is None where every column existed. ``finish_reason`` is ``stop`` or ``length``."""
+
+    prompt: int
+    sample: int
+    prompt_tokens: npt.NDArray[np.int32]
+    response_tokens: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    retained: tuple[RetainedRow, ...] | None
+    weight_version: int
+    engine: str
+    finish_reason: str
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_tokens) + len(self.response_tokens)
+
+
+def canonical(samples: list[Sample]) -> list[Sample]:
+    """In canonical order: (prompt, sample)."""
+    return sorted(samples, key=lambda s: (s.prompt, s.sample))
+
+
+def pack_retained(bits: npt.NDArray[np.uint8], vocabulary: int) -> RetainedRow:
+    """A row of packed bits [ceil(V / 8)] as sorted ids int32 where they are smaller."""
+    ids = np.flatnonzero(np.unpackbits(bits, count=vocabulary, bitorder="little")).astype(np.int32)
+    return ids if ids.nbytes <= bits.nbytes else bits
+
+
+def retained_bits(row: RetainedRow, vocabulary: int) -> npt.NDArray[np.uint8]:
+    """Packed bits [ceil(V / 8)] of a retained row."""
+    if row.dtype == np.uint8:
+        return row
+    flags = np.zeros(vocabulary, dtype=np.uint8)
+    flags[row] = 1
+    return np.packbits(flags, bitorder="little")
+
+
+def retained_ids(row: RetainedRow, vocabulary: int) -> npt.NDArray[np.int32]:
+    """Sorted ids int32 of a retained row."""
+    if row.dtype == np.int32:
+        return row  # type: ignore[return-value]
+    return np.flatnonzero(np.unpackbits(row, count=vocabulary, bitorder="little")).astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WeightSnapshot:
+    """Every exported tensor: HF name -> bf16 bits as uint16, with a digest per tensor."""
+
+    version: int
+    tensors: dict[str, npt.NDArray[np.uint16]]
+    digests: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateResult:
+    """One update. ``entropy_mean`` in nats over loss tokens; ``ratio_mismatches`` counts tokens whose recomputed logprob
+    is not the old one bit for bit (0 in an exactly on-policy first update)."""
+
+    loss: float
+    kl_mean: float
+    entropy_mean: float
+    clip_fraction: float
+    grad_norm: float
+    ratio_mismatches: int
+    loss_tokens: int
+    train_tokens: int
+    micro_batches: int
+    seconds_train: float
+    seconds_optimizer: float
+    changed_elements: int
+    elements: int

@@ -1,0 +1,114 @@
+"""One decoder for training, scoring and generation: Llama and Qwen3, built from the operators alone.
+
+Shape letters: T tokens (samples joined without padding), H hidden, N heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from rl_engine.models.config import ModelConfig
+from rl_engine.models.weights import ModelWeights
+from rl_engine.ops import Operators
+from rl_engine.ops.layout import PackedLayout
+from rl_engine.ops.rope import RopeTable
+from rl_engine.ops.weight import Weight
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q_TND, k_TND, v_TND) -> out_TND
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerWeights:
+    input_norm: Weight
+    qkv: Weight
+    q_norm: Weight | None
+    k_norm: Weight | None
+    o: Weight
+    post_norm: Weight
+    gate_up: Weight
+    down: Weight
+
+
+def _layer_weights(weights: ModelWeights, index: int, qk_norm: bool) -> LayerWeights:
+    prefix = f"model.layers.{index}."
+    return LayerWeights(
+        input_norm=weights[prefix + "input_layernorm.weight"],
+        qkv=weights[prefix + "self_attn.qkv_proj.weight"],
+        q_norm=weights[prefix + "self_attn.q_norm.weight"] if qk_norm else None,
+        k_norm=weights[prefix + "self_attn.k_norm.weight"] if qk_norm else None,
+        o=weights[prefix + "self_attn.o_proj.weight"],
+        post_norm=weights[prefix + "post_attention_layernorm.weight"],
+        gate_up=weights[prefix + "mlp.gate_up_proj.weight"],
+        down=weights[prefix + "mlp.down_proj.weight"],
+    )
+
+
+class Decoder:
+    """Hidden states of tokens; what attention sees is the caller's (packed samples, or a KV cache).
+
+    Args:
+        weights: the model's weights.
+        operators: providers to compute with.
+        positions: longest sample that will be seen (rows of the rotary table).
+    """
+
+    def __init__(self, weights: ModelWeights, operators: Operators, positions: int) -> None:
+        self.config: ModelConfig = weights.config
+        self.weights = weights
+        self.ops = operators
+        self.table = RopeTable.build(self.config.inverse_frequencies(), positions)
+        self.layers = [_layer_weights(weights, i, self.config.qk_norm) for i in range(self.config.layers)]
+
+    def hidden(
+        self, ids: Tensor, positions: Tensor, attend: Attend, layout: PackedLayout | None = None, recompute: bool = False
+    ) -> Tensor:
+        """bf16 [T, H] after the final norm, of ids int64 [T] at positions int64 [T].
+
+        ``layout`` is needed where gradients are; ``recompute`` keeps only each layer's input for the backward pass.
+        """
+        stream = self.ops.embedding(ids, self.weights.embedding)
+        for index in range(self.config.layers):
+            if recompute:
+                stream = checkpoint(
+                    *(self._layer, index, stream, positions, attend, layout),
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+            else:
+                stream = self._layer(index, stream, positions, attend, layout)
+        return self.ops.rms_norm(stream, self.weights["model.norm.weight"], self.config.norm_eps, layout)
+
+    def _layer(
+        self, index: int, stream: Tensor, positions: Tensor, attend: Attend, layout: PackedLayout | None
+    ) -> Tensor:
+        ops, layer, eps = self.ops, self.layers[index], self.config.norm_eps
+        normed = ops.rms_norm(stream, layer.input_norm, eps, layout)
+        q, k, v = self._heads(ops.linear(normed, layer.qkv, None, layout))
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = ops.qk_norm(q, layer.q_norm, eps, layout)
+            k = ops.qk_norm(k, layer.k_norm, eps, layout)
+        q, k = ops.rope(q, positions, self.table), ops.rope(k, positions, self.table)
+        attended = attend(index, q, k, v).flatten(1)
+        stream = ops.linear(attended, layer.o, stream, layout)
+        normed = ops.rms_norm(stream, layer.post_norm, eps, layout)
+        activated = ops.swiglu(ops.linear(normed, layer.gate_up, None, layout))
+        return ops.linear(activated, layer.down, stream, layout)
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views [T, N, D] of q, k, v in the joined projection."""
+        d = self.config.head_dim
+        sizes = [self.config.heads * d, self.config.kv_heads * d, self.config.kv_heads * d]
+        q, k, v = (part.unflatten(1, (-1, d)) for part in qkv.split(sizes, dim=1))
+        return q, k, v
+
+    def hidden_packed(self, ids: Tensor, layout: PackedLayout, recompute: bool = False) -> Tensor:
+        """bf16 [T, H] of whole samples: the training and scoring form."""
+
+        def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self.ops.attention_packed(q, k, v, layout)
+
+        return self.hidden(ids, layout.positions, attend, layout, recompute)
