@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import importlib.util
 import os
+import shutil
 from pathlib import Path
 
 
@@ -15,7 +17,7 @@ class HostFacts:
     Attributes:
         cores: CPU cores this process may use.
         gpu_kind: ``cuda``, ``rocm`` or None.
-        chain: True when the C chain kernel can be had here (a compiler, or an already built library).
+        chain: True when the C chain kernel can be built here.
     """
 
     cores: int
@@ -45,6 +47,18 @@ def gpu_kind() -> str | None:
     return "rocm" if os.path.exists("/dev/kfd") else None
 
 
-def this_host(chain: bool) -> HostFacts:
-    """Facts of this machine; ``chain`` comes from the operators' room, which this one may not import."""
-    return HostFacts(usable_cores(), gpu_kind(), chain)
+def has_c_compiler() -> bool:
+    """Whether the C chain kernel can be built here.
+
+    The same answer as ``rl_engine.ops.library.available()`` (a test compares them), without that room's torch import:
+    plan and doctor must answer quickly, and on a machine without torch.
+    """
+    named = os.environ.get("CC", "").split()
+    if named and shutil.which(named[0]):
+        return True
+    return any(shutil.which(name) for name in ("cc", "gcc", "clang")) or importlib.util.find_spec("ziglang") is not None
+
+
+def this_host() -> HostFacts:
+    """Facts of this machine."""
+    return HostFacts(usable_cores(), gpu_kind(), has_c_compiler())

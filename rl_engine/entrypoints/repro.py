@@ -78,23 +78,11 @@ def _request(args: argparse.Namespace) -> object:
         profile=args.profile,
         env=dict(os.environ),
         cwd=Path.cwd(),
-        host=this_host(_chain_available()),
+        host=this_host(),
         now=datetime.datetime.now(datetime.UTC),
         detach=bool(getattr(args, "detach", False)),
         spelled={name[len("option_") :]: flag for name, flag in getattr(args, "spelled", {}).items()},
     )
-
-
-def _chain_available() -> bool:
-    """Whether the C chain kernel can be had here; the operators' room knows."""
-    try:
-        from rl_engine.ops.library import available
-    except ImportError:
-        import shutil
-
-        # No torch here: plan and doctor still answer, and a compiler is all that the kernel would need.
-        return any(shutil.which(name) for name in ("cc", "gcc", "clang"))
-    return bool(available())
 
 
 def _resolve(args: argparse.Namespace) -> list:

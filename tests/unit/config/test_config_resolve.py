@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from rl_engine.config.codec import plan_digest, plan_from_json, plan_to_json
-from rl_engine.config.host import HostFacts
+from rl_engine.config.host import HostFacts, has_c_compiler
 from rl_engine.config.options import OPERATORS
 from rl_engine.config.paths import REPOSITORY
 from rl_engine.config.preflight import check_inputs, refuse_unbuilt, wants_demo_model
@@ -58,11 +59,19 @@ def test_without_a_compiler_the_fallback_has_its_own_contract(plan_for):
     assert consistency.plan.contract_id == "rlk.v1/cpu-chain256"
 
 
-def test_operators_are_those_of_the_operators_room():
+def test_what_config_may_not_import_is_equal_to_the_operators_room(monkeypatch):
     ops = pytest.importorskip("rl_engine.ops")
-    if not hasattr(ops, "OPERATORS"):
-        pytest.skip("the operators' room lists none yet")
+    library = pytest.importorskip("rl_engine.ops.library")
     assert set(ops.OPERATORS) == set(OPERATORS)
+    for path, cc in (
+        (os.environ["PATH"], ""),
+        ("/nowhere", ""),
+        ("/nowhere", "sh"),
+        (os.environ["PATH"], "nothing-here"),
+    ):
+        monkeypatch.setenv("PATH", path)
+        monkeypatch.setenv("CC", cc)
+        assert has_c_compiler() == library.available()
 
 
 def test_precedence_and_provenance(plan_for, tmp_path):
