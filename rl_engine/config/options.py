@@ -17,6 +17,7 @@ from rl_engine.records.errors import UserError
 
 Scalar = Union[str, int, float, bool]  # noqa: UP007 - Python 3.8 evaluates this line
 
+BIG = float(2**31 - 1)  # no more than a 32-bit counter holds; too large to be worth saying
 NUMBER = re.compile(r"[+-]?(\d|\.\d|nan$|inf)[\d.eE+-]*(inity)?\Z", re.IGNORECASE)  # no blanks, no 1_000
 
 OPERATORS: tuple[str, ...] = (
@@ -77,7 +78,7 @@ class Option:
         if self.name == "rollout_top_k":
             return "-1 (no filter) or a whole number of at least 1"
         noun = "a whole number" if self.kind == "int" else "a finite number"
-        if self.low is not None and self.high is not None:
+        if self.low is not None and self.high is not None and self.high != BIG:
             return f"{noun} in {'(' if self.low_open else '['}{self.low:.10g}, {self.high:.10g}]"
         if self.low is not None:
             return f"{noun} {'above' if self.low_open else 'of at least'} {self.low:g}"
@@ -167,8 +168,6 @@ def _opt(
         names[0][2:].replace("-", "_"), names, kind, default, help, tuple(choices.split()), low, high, low_open, derived
     )
 
-
-BIG = float(2**31 - 1)
 
 OPTIONS: tuple[Option, ...] = (
     _opt("--backend", "choice", None, "device kind", choices="cpu cuda rocm", derived="the device of this machine"),
