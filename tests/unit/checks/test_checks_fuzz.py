@@ -1,6 +1,7 @@
 """Damaged and hostile run directories and plan files: a finding or one line, never a traceback, never a write.
 
-Examples are derandomised, so a failure repeats; ``RLK_FUZZ_EXAMPLES`` raises their number for a longer search.
+Examples are derandomised, so a failure repeats. For a longer search ``RLK_FUZZ_EXAMPLES`` raises their number and
+``RLK_FUZZ_SEED`` draws others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from rl_engine.checks import compare, validate
@@ -27,10 +28,11 @@ from rl_engine.records.reader import RunReader
 from tests.helpers.synthetic_run import make_run
 
 EXAMPLES = int(os.environ.get("RLK_FUZZ_EXAMPLES", "100"))
+SEED = os.environ.get("RLK_FUZZ_SEED")
 FUZZ = settings(
     max_examples=EXAMPLES,
     deadline=30_000,
-    derandomize=True,
+    derandomize=SEED is None,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
@@ -55,6 +57,10 @@ HOSTILE: list[Any] = [
     {},
 ]
 HOSTILE += ["A" * 5000, [[[[]]]], {"step": 0}, "\ud800", "step-00000", 10**4000, "\x1b[2J\n\u202e"]
+
+
+def seeded(test: Any) -> Any:
+    return test if SEED is None else seed(int(SEED))(test)
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +147,7 @@ def mutate_json(draw: st.DrawFn, body: Any) -> Any:
     return draw(st.sampled_from(HOSTILE))
 
 
+@seeded
 @FUZZ
 @given(data=st.data())
 def test_mutated_bytes(good: dict[str, bytes], data: st.DataObject) -> None:
@@ -150,6 +157,7 @@ def test_mutated_bytes(good: dict[str, bytes], data: st.DataObject) -> None:
         exercise(run)
 
 
+@seeded
 @FUZZ
 @given(data=st.data())
 def test_mutated_values(good: dict[str, bytes], data: st.DataObject) -> None:
@@ -170,6 +178,7 @@ def test_mutated_values(good: dict[str, bytes], data: st.DataObject) -> None:
         exercise(run)
 
 
+@seeded
 @FUZZ
 @given(data=st.data())
 def test_forged_plans(good: dict[str, bytes], data: st.DataObject) -> None:
