@@ -100,8 +100,15 @@ def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         name, item = pending.pop()
         if isinstance(item, dict):
             pending += [(f"{name}.{key}" if name else str(key), inner) for key, inner in item.items()]
+        elif isinstance(item, list) and item and all(_is_pair(entry) for entry in item):
+            pending += [(f"{name}.{entry[0]}", entry[1]) for entry in item]
         else:
             yield name, item
+
+
+def _is_pair(entry: Any) -> bool:
+    """A (name, value) pair, the form of a plan's tables."""
+    return isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str)
 
 
 def _machine(records: list[EnvironmentRecord]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from rl_engine.checks.finding import Finding
 from rl_engine.checks.gates import GATES
-from rl_engine.checks.gates.evidence import RunEvidence, locate, run_gate
+from rl_engine.checks.gates.evidence import NOT_JUDGED, RunEvidence, locate, run_gate
 from rl_engine.checks.seal import seal_run, verify_seal
 from rl_engine.numerics.bits import compare_bits
 from rl_engine.records import paths
@@ -188,7 +188,7 @@ def _judge(evidence: RunEvidence) -> list[Finding]:
     for gate in GATES:
         finding = run_gate(gate, evidence, failed)
         # Not judged counts as failed for what builds on it.
-        if finding.status == "FAIL" or finding.found.startswith("not judged"):
+        if finding.status == "FAIL" or finding.found.startswith(NOT_JUDGED):
             failed.add(gate.name)
         findings.append(finding)
     return findings
@@ -226,10 +226,15 @@ def _print(evidence: RunEvidence, findings: Sequence[Finding], root: str, writte
         }
         print(json.dumps(body, indent=1))
         return
+    blocked = [finding.name for finding in findings if finding.found.startswith(NOT_JUDGED)]
     for finding in findings:
+        if finding.name in blocked:
+            continue
         print(f"[{finding.status}] {finding.name}: found {finding.found}, expected {finding.expected}")
         if finding.status != "PASS" and finding.hint:
             print(f"       hint: {finding.hint}")
+    if blocked:
+        print(f"[WARN] {NOT_JUDGED} for the failures above: {', '.join(blocked)}")
     for title, lines in (("certifies", certifies), ("does not certify", does_not)):
         for line in lines:
             print(f"{title}: {line}")

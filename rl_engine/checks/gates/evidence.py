@@ -11,7 +11,7 @@ import numpy as np
 from rl_engine.checks.finding import Finding
 from rl_engine.config.plan import Plan
 from rl_engine.numerics.bits import hex_bits, int_view
-from rl_engine.records.codec import decode, printable
+from rl_engine.records.codec import RecordError, decode, printable
 from rl_engine.records.reader import RunReader
 from rl_engine.records.statistics import summarise
 from rl_engine.records.types import (
@@ -25,6 +25,8 @@ from rl_engine.records.types import (
     StepRecord,
     WeightsRecord,
 )
+
+NOT_JUDGED = "not judged"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,9 +124,12 @@ def run_gate(gate: Gate, evidence: RunEvidence, failed: set[str]) -> Finding:
     """Judge one gate; a gate that crashes is itself a finding."""
     blocking = [name for name in gate.needs if name in failed]
     if blocking:
-        return Finding(gate.name, "WARN", f"not judged, {blocking[0]} failed", gate.expected, f"repair {blocking[0]}")
+        found = f"{NOT_JUDGED}: {blocking[0]} failed"
+        return Finding(gate.name, "WARN", found, gate.expected, f"repair {blocking[0]}")
     try:
         passed, found, hint = gate.judge(evidence)
+    except RecordError as error:
+        return Finding(gate.name, "FAIL", f"{error.found} ({error.expected} expected)", gate.expected, error.hint)
     except Exception as error:
         text = printable(f"{type(error).__name__}: {str(error)[:300]}")
         return Finding(gate.name, "FAIL", text, gate.expected, "")
