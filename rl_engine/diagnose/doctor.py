@@ -76,9 +76,12 @@ def collect(log: TokenLog) -> tuple[list[Evidence], Frame]:
         return found, frame  # no finer statistic means anything when the two columns are unrelated
     if len(frame) < 32 or not np.any(frame.raw_gap):
         return found, frame
-    shape = distribution.measure(frame)
-    found += distribution.temperature(frame, shape) + distribution.mass(frame, shape)
-    found += distribution.proportional(frame) + distribution.penalty(frame)
+    straight = distribution.proportional(frame)
+    found += straight
+    if not straight or straight[0].fit < 0.9:  # a plain multiple is no distribution: mass and temperature mean nothing
+        shape = distribution.measure(frame)
+        found += distribution.temperature(frame, shape) + distribution.mass(frame, shape)
+    found += distribution.penalty(frame)
     found += grids.logits(frame) + groups.detect(frame) + positions.detect(frame) + models.detect(frame)
     return found, frame
 
@@ -108,11 +111,17 @@ def rank(found: list[Evidence]) -> tuple[Finding, ...]:
     findings = list(best.values())
     specific = [f.score for f in findings if f.reported and CAUSES[f.cause].kind in ("form", "fact", "place")]
     top = max(specific, default=0.0)
-    findings = [
-        dataclasses.replace(f, score=f.score * (1 - 0.9 * top)) if CAUSES[f.cause].kind == "general" else f
-        for f in findings
-    ]
+    findings = [_discount(f, top) if CAUSES[f.cause].kind == "general" else f for f in findings]
+    # "Noise too large" is what is left when nothing else has a shape, the head and the router included.
+    shaped = max((f.score for f in findings if f.reported and f.cause in ("tied-head", "router-dtype")), default=0.0)
+    findings = [_discount(f, shaped) if f.cause == "quantised-rollout" else f for f in findings]
     return tuple(sorted(findings, key=lambda f: (not f.reported, -f.score)))
+
+
+def _discount(finding: Finding, explained: float) -> Finding:
+    """A general cause next to specific ones; what little is left below a fifth is not worth reporting."""
+    score = finding.score * (1 - 0.9 * explained)
+    return dataclasses.replace(finding, score=score, reported=finding.reported and (explained == 0 or score >= 0.2))
 
 
 def diagnose(log: TokenLog) -> Diagnosis:

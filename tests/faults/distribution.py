@@ -69,7 +69,7 @@ def top_p_not_replayed(scene: Scene, severity: float) -> None:
     "support-not-replayed",
     (200, 100, 50, 20, 10),
     "k",
-    1,
+    2,
     lambda severity, seed: {"top_k": int(severity)},
 )
 def top_k_not_replayed(scene: Scene, severity: float) -> None:

@@ -140,15 +140,16 @@ class Decoder:
             x = x + self._attention(i, rms(x)) * np.float32(1.5)
             x = x + self._experts(i, rms(x))
         self.length += tokens.shape[1]
-        return self._jitter(rms(x) + np.float32(0.5) * self.w["mean"])
+        return self._jitter(rms(x) + np.float32(0.8) * self.w["mean"])
 
 
 def logits(cfg: ToyConfig, w: Weights, hidden: np.ndarray) -> np.ndarray:
     """fp32 logits [..., V] of final hidden states [..., D]."""
     sharp = np.exp(np.float32(1.1) * np.tanh(hidden @ w["sharp"]) + np.float32(0.3))[..., None]
     z = sharp * np.float32(cfg.gain) * (hidden @ w["head"].T) + w["bias"] + np.float32(cfg.offset)
-    # The end token stays a fixed distance below the best one, so that samples end by themselves now and then.
-    z[..., EOS] = z[..., EOS + 1 :].max(axis=-1) - np.float32(4.2)
+    # The end token stays some distance below the best one, so that samples end by themselves now and then.
+    distance = np.float32(5.0) + np.float32(2.0) * np.tanh(hidden @ w["mean"] / np.float32(8.0))
+    z[..., EOS] = z[..., EOS + 1 :].max(axis=-1) - distance
     return z
 
 

@@ -13,11 +13,7 @@ from .runs import add_update
 from .scene import Scene
 
 
-def _lora(severity: float, seed: int) -> dict[str, object]:
-    return {"lora": 0.1}
-
-
-@fault("lora-scale", "lora-scale", (0.05, 0.1, 0.25, 0.5, 1.0), "|scale ratio - 1|", spec=_lora)
+@fault("lora-scale", "lora-scale", (0.1, 0.25, 0.5, 1.0), "|scale ratio - 1|", 1)
 def lora_scale(scene: Scene, severity: float) -> None:
     """The trainer applies the low-rank update with another scale (alpha / r)."""
     spec = scene.run.spec
@@ -81,7 +77,10 @@ def _record_loss(scene: Scene, mode: str, factor: float) -> None:
 @fault("loss-denominator", "loss-denominator", (1.0,), "-", 0)
 def loss_denominator(scene: Scene, severity: float) -> None:
     """The loss is averaged per sample (or over padding) although the log says per token."""
-    _record_loss(scene, ("seq-mean-token-mean", "padded", "seq-mean-token-sum")[scene.run.spec.seed % 3], 1.0)
+    mode = ("seq-mean-token-mean", "padded", "seq-mean-token-sum")[scene.run.spec.seed % 3]
+    if (scene.run.length == scene.run.length[0]).all():
+        mode = "seq-mean-token-sum"  # with equal lengths the other modes are the stated one
+    _record_loss(scene, mode, 1.0)
 
 
 @fault("loss-extra-factor", "loss-denominator", (1.01, 1.1, 2.0, 8.0), "factor", 1)

@@ -34,7 +34,7 @@ class RunSpec:
     experts: int = 1
     penalty: tuple[float, float, float] = (1.0, 0.0, 0.0)
     quantise: int = 0
-    lora: float = 0.03
+    lora: float = 0.05
 
     def config(self) -> ToyConfig:
         return ToyConfig(gain=self.gain, offset=self.offset, experts=self.experts)

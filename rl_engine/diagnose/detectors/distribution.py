@@ -148,7 +148,7 @@ def mass(frame: Frame, shape: Shape) -> list[Evidence]:
         return []
     fit = min(1.0, abs(shape.plus) / shape.size / 0.6)
     # Both tests must agree: the mean of exp(gap), and the mean gap of rare tokens, where every cause here shows.
-    strength = min(abs(shape.plus_t), abs(shape.rare_t))
+    strength = min(abs(shape.plus_t), 2 * abs(shape.rare_t))
     if np.sign(shape.plus) != np.sign(shape.rare_t) or (shape.plus > 0 and shape.minus > 0):
         return []
     lost = shape.plus < 0
@@ -251,22 +251,32 @@ def seen_before(frame: Frame) -> np.ndarray | None:
     return count[frame.index]
 
 
+def occurrence_level(count: np.ndarray) -> np.ndarray:
+    """0 for new tokens, 1 to 3 for tokens seen once, twice or three times, four times and more."""
+    return np.minimum(count, 1) + (count >= 2) + (count >= 4)
+
+
 def penalty(frame: Frame) -> list[Evidence]:
     """Tokens seen before are pushed one way against new ones of the same certainty."""
     count = seen_before(frame)
     if count is None or len(frame) < 200:
         return []
-    level = np.minimum(count, 1) + (count >= 2) + (count >= 4)
+    level = occurrence_level(count)
     bins = quantile_bins((frame.rollout + frame.train) / 2, 12)
     plain = binned_share(frame.gap, bins)
     both = binned_share(frame.gap, bins * 4 + level)
-    seen = count > 0
-    if seen.sum() < 30 or (~seen).sum() < 30:
-        return []
     mean = np.bincount(bins, weights=frame.gap) / np.maximum(np.bincount(bins), 1)
     rest = frame.gap - mean[bins]
-    centred = np.where(seen, rest / seen.mean(), -rest / (~seen).mean())
-    t = clustered_t(frame, np.clip(centred, -20, 20))
+    t = 0.0
+    for least in (1, 2, 3):
+        hit = level >= least
+        if min(hit.sum(), (~hit).sum()) < 30:
+            continue
+        contrast = clustered_t(frame, np.clip(np.where(hit, rest / hit.mean(), -rest / (~hit).mean()), -20, 20))
+        t = contrast if abs(contrast) > abs(t) else t
+    seen = count > 0
+    if t == 0.0 or not seen.any() or seen.all():
+        return []
     share = max(0.0, both - plain)
     repeated, new = float(frame.gap[seen].mean()), float(frame.gap[~seen].mean())
     side = "rollout" if t > 0 else "train"
@@ -275,4 +285,4 @@ def penalty(frame: Frame) -> list[Evidence]:
         f"penalised on the {side} side; {share:.0%} of the gap"
     )
     numbers: dict[str, float | str] = {"gap_seen": repeated, "gap_new": new, "t": t, "explained": share, "side": side}
-    return [Evidence("penalty", abs(t), min(1.0, share / 0.2), detail, numbers)]
+    return [Evidence("penalty", abs(t), min(1.0, share / 0.12), detail, numbers)]

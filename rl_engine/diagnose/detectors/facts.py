@@ -123,10 +123,11 @@ def filler_in_mask(log: TokenLog) -> tuple[list[Evidence], Bools]:
     others = log.mask & ~runs & np.isfinite(log.train) & np.isfinite(log.rollout)
     usual = float(np.median(np.abs(log.train[others] - log.rollout[others]))) if others.any() else 0.0
     far = np.bincount(chosen, weights=gap) / np.maximum(count, 1) < min(floor, -8 * usual)
-    if log.tokens is not None:
-        fresh = np.ones(len(chosen), bool)
-        fresh[1:] = (log.tokens[runs][1:] != log.tokens[runs][:-1]) | (chosen[1:] != chosen[:-1])
-        far &= np.bincount(chosen, weights=fresh) >= 0.5 * count
+    if log.tokens is not None and far.any():
+        inside = far[chosen]
+        pairs = chosen[inside] * (int(log.tokens.max()) + 1) + log.tokens[runs][inside]
+        if len(np.unique(pairs)) < 0.5 * len(pairs):  # a loop of a few certain tokens, not injected text
+            far[:] = False
     hit = np.zeros(log.token_count, bool)
     hit[np.flatnonzero(runs)[far[chosen]]] = True
     if not hit.any():
@@ -158,6 +159,9 @@ def end_token(log: TokenLog) -> list[Evidence]:
     outside = nonempty & ~log.mask[last] & log.mask[np.maximum(last - 1, 0)]
     ended = nonempty & (log.tokens[last] == eos) if eos is not None else outside
     missing = outside & ended
+    if eos is not None:
+        # One padding token that equals the end token, behind a counted end token, is nothing.
+        missing &= log.tokens[np.maximum(last - 1, 0)] != eos
     cut = np.zeros_like(missing)
     if eos is not None and stopped is not None:
         cut = nonempty & stopped & (log.tokens[last] != eos) & log.mask[last]

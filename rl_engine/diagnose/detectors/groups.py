@@ -8,7 +8,7 @@ import numpy as np
 
 from rl_engine.diagnose.causes import Evidence
 from rl_engine.diagnose.frame import Array, Frame
-from rl_engine.diagnose.stats import Mask, welch
+from rl_engine.diagnose.stats import Mask, contrast
 
 LEAST = 2
 
@@ -33,10 +33,10 @@ def levels(frame: Frame) -> Levels:
 
 
 def _split(levels_: Levels, hit: Mask) -> tuple[float, float, float]:
-    """(Welch t of the levels, share of the energy above the others' level that the chosen hold, size ratio)."""
+    """(normal score of the levels' contrast, share of the energy above the others' level that the chosen hold, size ratio)."""
     valid = np.isfinite(levels_.level)
     inside, outside = levels_.level[hit & valid], levels_.level[~hit & valid]
-    t = welch(inside, outside)
+    t = contrast(inside, outside)
     if not len(inside) or not len(outside):
         return 0.0, 0.0, 1.0
     base = levels_.energy[~hit].sum() / max(levels_.count[~hit].sum(), 1)

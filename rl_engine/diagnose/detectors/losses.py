@@ -7,11 +7,11 @@ import numpy as np
 from rl_engine.diagnose.causes import Evidence
 from rl_engine.diagnose.log import TokenLog
 
-MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "padded tokens")
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "sum over padded tokens", "sum over tokens padded to the log's longest")
 
 
 def _expected(log: TokenLog, ratio: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(recorded loss [G], expected loss per mode [G, 4], summed loss [G]) of every step."""
+    """(recorded loss [G], expected loss per mode [G, 5], summed loss [G]) of every step."""
     samples = log.samples
     assert samples.advantage is not None and samples.loss is not None
     sample = np.repeat(np.arange(log.sample_count), np.diff(log.offsets))
@@ -29,7 +29,7 @@ def _expected(log: TokenLog, ratio: bool) -> tuple[np.ndarray, np.ndarray, np.nd
     tokens = np.bincount(inverse, weights=length)
     means = np.bincount(inverse, weights=advantage * total / np.maximum(length, 1))
     longest = np.array([length[inverse == i].max() for i in range(len(steps))])
-    columns = (per_step / np.maximum(tokens, 1), means / rows, per_step / rows, per_step / (rows * longest))
+    columns = (per_step / np.maximum(tokens, 1), means / rows, per_step / rows, per_step / (rows * np.maximum(longest, 1)), per_step / (rows * max(length.max(), 1)))
     recorded = np.array([samples.loss[inverse == i][0] for i in range(len(steps))])
     return recorded, -np.stack(columns, axis=1), -per_step
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rl_engine.diagnose.causes import Evidence
+from rl_engine.diagnose.detectors.distribution import occurrence_level, seen_before
 from rl_engine.diagnose.frame import Frame, quantile_bins
 from rl_engine.diagnose.stats import clustered_t
 
@@ -54,7 +55,7 @@ def adapter(frame: Frame) -> list[Evidence]:
         open_ = p < 0.9
         off = np.abs(y if equal_side == "train" else x)
         noise = 1.4826 * float(np.median(off[open_] / (1 - p[open_]))) if open_.sum() > 8 else 1.0
-        fit *= float(np.clip(2 - noise / (0.6 * honest_limit(frame)), 0, 1))
+        fit *= float(np.clip(2 - noise / (0.4 * honest_limit(frame)), 0, 1))
         told = f"the {equal_side} side equals the reference model (no adapter?)"
     else:
         told = f"train - reference is {slope:.2f} times rollout - reference"
@@ -74,9 +75,14 @@ def head(frame: Frame) -> list[Evidence]:
     if frame.log.tokens is None or len(frame) < 500:
         return []
     tokens = frame.log.tokens[frame.index]
-    bins = quantile_bins((frame.rollout + frame.train) / 2, 24)
+    bins = quantile_bins((frame.rollout + frame.train) / 2, 12)
+    seen = seen_before(frame)
+    if seen is not None:
+        bins = bins * 4 + occurrence_level(seen)
     mean = np.bincount(bins, weights=frame.gap) / np.maximum(np.bincount(bins), 1)
-    rest = frame.gap - mean[bins]
+    # In units of what is usual for tokens of that certainty: otherwise the few uncertain ones decide alone.
+    usual = np.bincount(bins, weights=np.abs(frame.gap)) / np.maximum(np.bincount(bins), 1)
+    rest = np.clip((frame.gap - mean[bins]) / np.maximum(usual[bins], 1e-12), -4, 4)
     count = np.bincount(tokens)
     used = np.flatnonzero(count >= 5)
     if len(used) < 20:
@@ -93,7 +99,10 @@ def head(frame: Frame) -> list[Evidence]:
     strength = max(0.0, (ratio - 1) * float(np.sqrt(free / 2)))
     detail = f"the token's id explains {share:.0%} of the gap's variance (F {ratio:.1f}): rows of the head differ"
     numbers: dict[str, float | str] = {"explained": share, "f": ratio}
-    return [Evidence("tied-head", strength, float(np.clip((share - 0.03) / 0.12, 0, 1)), detail, numbers)]
+    # A head that differs is still a distribution: lost mass makes a gap per position that looks like one per token.
+    lost = abs(float(np.log(np.exp(np.clip(frame.raw_gap, -30, 4)).mean()))) / max(float(np.abs(frame.gap).mean()), 1e-9)
+    fit = float(np.clip((share - 0.06) / 0.1, 0, 1)) * float(np.clip(1.5 - 3 * lost, 0, 1))
+    return [Evidence("tied-head", strength, fit, detail, numbers)]
 
 
 def heavy_tail(frame: Frame) -> list[Evidence]:

@@ -49,8 +49,8 @@ def _bin_fit(position: Array, size: Array, bins: np.ndarray) -> tuple[float, flo
 def _steps_to_try(frame: Frame) -> list[int]:
     facts = frame.log.facts
     top = int(frame.position.max())
-    known = [f for f in (facts.split_size, facts.chunk_size, facts.page_size) if f]
-    steps = {m * k for k in known for m in range(1, min(64, top // k + 1))} | {p for p in PERIODS if p <= top}
+    known = [f for f in (facts.split_size, facts.chunk_size) if f]
+    steps = {m * k for k in known for m in range(1, min(64, top // k + 1))} | {p for p in PERIODS if 64 <= p <= top}
     return sorted(steps)[:200]
 
 
@@ -72,7 +72,7 @@ def trend(frame: Frame) -> list[Evidence]:
         t = _contrast_t(frame, size, frame.position >= edge)
         if t > best_t:
             best_t, best_edge = t, edge
-    by_step = float(np.clip(0.5 + (step - line) / 0.3, 0, 1))
+    by_step = float(np.clip((step - line) / 0.15, 0, 1) * np.clip((step - 0.75) / 0.15, 0, 1))
     detail = (
         f"mean relative gap grows from {early:.2f} at the start to {size[ranks >= 14].mean():.2f} at the end "
         f"(t {slope_t:.1f}; a line explains {line:.0%} of the profile, a step {step:.0%})"
