@@ -7,6 +7,7 @@ import dataclasses
 from rl_engine.config.plan import ModelFacts, Plan
 
 BF16, FP32 = 2, 4
+PROCESS = 300 * 2**20  # interpreter, torch and Ray's worker, measured
 PROMPT_TOKENS = 128  # what a prompt is taken to need in the KV pool, beside the longest response
 DEVICE_BYTES = {"H100 80GB": 80 * 10**9, "gfx942": 192 * 10**9}
 
@@ -84,4 +85,4 @@ def rollout_memory(plan: Plan, gpu_model: str | None) -> RankMemory:
 
 
 def _process(plan: Plan) -> int:
-    return 450 * 2**20 if plan.backend == "cpu" else 0
+    return PROCESS if plan.backend == "cpu" else 0

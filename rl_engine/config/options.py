@@ -92,7 +92,9 @@ class Option:
         """
         value = _typed(self, raw)
         if value is None or not self._within(value):
-            raise UserError(f"{origin} {_shown(raw)}", self.expected(), self._hint(raw))
+            large = self.high == BIG and isinstance(value, int) and value > BIG
+            expected = f"at most {BIG:.0f}" if large else self.expected()
+            raise UserError(f"{origin} {_shown(raw)}", expected, self._hint(raw))
         return value
 
     def _within(self, value: Scalar) -> bool:
@@ -195,7 +197,15 @@ OPTIONS: tuple[Option, ...] = (
         derived="rollout-batch-size x samples-per-prompt",
     ),
     _opt("--max-response-len/--max-response-length", "int", 7168, "longest response (tokens)", 1, BIG),
-    _opt("--max-tokens-per-gpu", "int", None, "token budget of a micro-batch per rank", 1, BIG, derived="1024 // CP"),
+    _opt(
+        "--max-tokens-per-gpu",
+        "int",
+        None,
+        "token budget of a micro-batch per rank",
+        1,
+        BIG,
+        derived="longest fold unit or sample / CP, at least 1024 / CP; 1024 // CP on vime",
+    ),
     _opt("--fold-tokens", "int", None, "tokens of one gradient fold unit (contract)", 1, BIG, derived="the contract's"),
     _opt(
         "--vllm-gpu-memory-utilization",

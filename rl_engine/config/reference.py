@@ -54,7 +54,7 @@ def page() -> str:
     """The whole page, Markdown."""
     parts = [
         HEAD,
-        "## Run options\n\nOf `plan`, `run`, `verify`, `prepare` and `doctor`; the profile key stands under `defaults`.\n",
+        "## Run options\n\nOf `plan`, `run`, `verify`, `prepare`, `doctor`; the profile key stands under `defaults`.\n",
         _table(("Flag", "Profile key", "Values", "Default", "Meaning"), (_option_row(option) for option in OPTIONS)),
         _verbs(),
         "## Paths\n",

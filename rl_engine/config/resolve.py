@@ -35,6 +35,7 @@ from rl_engine.records.errors import UserError
 PLAN_SCHEMA = "rlkernel.plan.v1"
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 MAX_CAPTURE = 512  # largest batch size captured as a graph
+PROMPT_ROOM = 512  # tokens of a prompt that a derived micro-batch budget leaves room for
 PADDING = 128 * 8  # vocabulary padding, for every backend and width
 DEFAULT_RAY_ADDRESS = "http://127.0.0.1:8265"
 KEPT_OURS = (
@@ -225,6 +226,31 @@ class _Resolver:
             )
         return prompts, samples, total
 
+    def budget(self, shape: Topology, fold: int, response: int) -> int:
+        """Tokens of a micro-batch per rank. Our trainer cuts neither a fold unit nor a sample, so both must fit.
+
+        A flag on the response length discards a profile's budget that the response would not fit.
+        """
+        cp = shape.train_cp
+        if self.text("stack") == "vime":
+            return self.whole("max_tokens_per_gpu", (max(1, 1024 // cp), "1024 // CP"))
+        longest = max(fold, response + PROMPT_ROOM)
+        derived = -(-max(1024, longest) // cp)
+        given = self.given("max_tokens_per_gpu")
+        flagged = bool({"max_response_len", "fold_tokens"} & set(self.request.flags))
+        if given is not None and given.source == "profile" and flagged and cast(int, given.value) * cp < longest:
+            rule = "longest fold unit or sample / CP"
+            self.values["max_tokens_per_gpu"] = Value("max_tokens_per_gpu", derived, "derived", rule)
+        tokens = self.whole("max_tokens_per_gpu", (derived, "longest fold unit or sample / CP"))
+        for flag, value, size in (("--fold-tokens", fold, fold), ("--max-response-len", response, response + 1)):
+            if size > tokens * cp:
+                raise UserError(
+                    f"{flag} {value} with a budget of {tokens} x CP {cp} tokens",
+                    "a micro-batch that holds it whole",
+                    f"--max-tokens-per-gpu {derived}",
+                )
+        return tokens
+
     def providers(self, mode: str) -> ProviderPlan:
         """Provider per operator and side."""
         backend, stack = self.backend(), self.text("stack")
@@ -370,7 +396,7 @@ class _Resolver:
             rollouts=self.whole("rollouts"),
             seed=self.whole("seed"),
             global_batch_size=total,
-            max_tokens_per_gpu=self.whole("max_tokens_per_gpu", (max(1, 1024 // shape.train_cp), "1024 // CP")),
+            max_tokens_per_gpu=self.budget(shape, fold, sampling.max_response_len),
             fold_tokens=fold,
             threads=self.whole("threads", (self.request.host.cores, "cores of this machine")),
             require_updates=self.switch("require_updates"),

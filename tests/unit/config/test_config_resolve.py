@@ -131,6 +131,16 @@ def test_batch_flags_discard_the_profiles_product(plan_for, tmp_path):
         plan_for(profile=profile, samples_per_prompt="4", global_batch_size="16")
 
 
+def test_micro_batch_budget_holds_a_fold_unit_and_a_sample(plan_for):
+    assert plan_for()[0].plan.max_tokens_per_gpu == 1024  # the profile's
+    item = plan_for(max_response_len="3000")[0]
+    assert (item.plan.max_tokens_per_gpu, value_of(item, "max_tokens_per_gpu").source) == (3512, "derived")
+    assert plan_for(fold_tokens="2048", cp_size="3")[0].plan.max_tokens_per_gpu == 1024
+    for flags in ({"max_response_len": "600"}, {"fold_tokens": "601"}):
+        with pytest.raises(UserError, match="a micro-batch that holds it whole"):
+            plan_for(max_tokens_per_gpu="600", **flags)
+
+
 def test_verify_has_its_own_defaults(plan_for):
     plan = plan_for(verb="verify", mode="consistency")[0].plan
     assert (plan.rollouts, plan.require_updates, plan.loss.kl_coef, plan.sampling.max_response_len) == (
