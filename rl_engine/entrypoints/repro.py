@@ -111,6 +111,11 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    return _execute(args, dry_run=args.dry_run, detach=args.detach, resume=args.resume)
+
+
+def _execute(args: argparse.Namespace, *, dry_run: bool, detach: bool, resume: str | None) -> int:
+    """Preflight, then the orchestrator; it runs, validates and decides the exit code."""
     from rl_engine.config.document import profile_line
     from rl_engine.config.preflight import check_inputs, refuse_unbuilt, wants_demo_model
 
@@ -118,11 +123,11 @@ def _run(args: argparse.Namespace) -> int:
     from rl_engine.config.resolve import resolve
 
     resolved = resolve(request)
-    if args.dry_run:
+    if dry_run:
         _print_plan(args, resolved)
         return 0
     _talk(profile_line(resolved[0]))
-    refuse_unbuilt(resolved, detach=args.detach, resume=args.resume)
+    refuse_unbuilt(resolved, detach=detach, resume=resume)
     directory = wants_demo_model(resolved[0])
     if directory is not None:
         from rl_engine.data.demo_model import ensure
@@ -131,7 +136,7 @@ def _run(args: argparse.Namespace) -> int:
         resolved = resolve(request)  # the shape now comes from the checkpoint itself
     check_inputs(resolved)
     local = _room("rl_engine.orchestrators.local", "run")
-    return local.run([item.plan for item in resolved], wait=not args.detach, json_output=args.json)
+    return local.run([item.plan for item in resolved], wait=not detach, json_output=args.json)
 
 
 def _prepare(args: argparse.Namespace) -> int:
@@ -156,8 +161,12 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    if args.matrix is None:
+        return _execute(args, dry_run=False, detach=False, resume=None)
     resolved = _resolve(args)
-    return _room("rl_engine.orchestrators.verify", "verify").main(resolved, matrix=args.matrix, json_output=args.json)
+    return _room("rl_engine.orchestrators.matrix", "verify --matrix").main(
+        resolved, matrix=args.matrix, json_output=args.json
+    )
 
 
 def _validate(args: argparse.Namespace) -> int:
