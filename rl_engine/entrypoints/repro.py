@@ -22,6 +22,9 @@ def main(argv: list[str] | None = None) -> int:
         if argv and argv[0] in FORWARDED and not {"-h", "--help"} & set(argv[1:2]):
             return _forward(argv[0], argv[1:])
         args = parse(argv)
+        if sys.hexversion < 0x030B0000:
+            found = f"Python {sys.version.split()[0]} ({sys.executable})"
+            raise UserError(found, "Python 3.11 or 3.12", "./rlk finds one, or makes an environment")
         return _VERBS[args.verb](args)
     except UserError as error:
         sys.stderr.write(f"rlk-repro: {' '.join(str(error).split())}\n")
@@ -135,8 +138,18 @@ def _execute(args: argparse.Namespace, *, dry_run: bool, detach: bool, resume: s
         ensure(directory, _talk)
         resolved = resolve(request)  # the shape now comes from the checkpoint itself
     check_inputs(resolved)
+    _check_disk(resolved[0])
     local = _room("rl_engine.orchestrators.local", "run")
     return local.run([item.plan for item in resolved], wait=not detach, json_output=args.json)
+
+
+def _check_disk(subject: object) -> None:
+    from rl_engine.checks.doctor_machine import disk
+    from rl_engine.records.errors import UserError
+
+    for finding in disk(subject):
+        if finding.status == "FAIL":
+            raise UserError(f"disk: {finding.found}", finding.expected, finding.hint)
 
 
 def _prepare(args: argparse.Namespace) -> int:

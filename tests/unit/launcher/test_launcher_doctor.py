@@ -23,6 +23,14 @@ from rl_engine.entrypoints.repro import _resolve, main
 
 CUDA = REPOSITORY / "configs/integrations/orchestrators/vime/dense/qwen3-8b-tp4-cp2.json"
 
+CONFIG = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "vocab_size": 99,
+}
+
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch, tmp_path):
@@ -242,15 +250,24 @@ def test_amd_gpus_other_than_gfx942_are_a_warning(tmp_path, monkeypatch):
 
 def test_too_little_shared_memory_or_disk(monkeypatch, tmp_path):
     item = resolved()
-    small = doctor_machine.shutil._ntuple_diskusage(100, 90, 10)
-    monkeypatch.setattr(doctor_machine.shutil, "disk_usage", lambda path: small)
-    for check in (doctor_machine.shared_memory, doctor_machine.disk):
-        (finding,) = check(item)
-        assert finding.status == "FAIL"
-        assert finding.hint
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        small = doctor_machine.shutil._ntuple_diskusage(100, 90, 10)
+        patch.setattr(doctor_machine.shutil, "disk_usage", lambda path: small)
+        for check, subject, status in (
+            (doctor_machine.shared_memory, item, "WARN"),  # Ray falls back to a file
+            (doctor_machine.shared_memory, cuda(), "FAIL"),
+            (doctor_machine.disk, item, "FAIL"),
+        ):
+            (finding,) = check(subject)
+            assert finding.status == status
+            assert finding.hint
+        model = tmp_path / "model"
+        model.mkdir()
+        (model / "model.safetensors").write_bytes(b"")
+        (model / "config.json").write_text(json.dumps(CONFIG))
+        assert main(["run", "--model-root", str(model)]) == 2  # met in a run's preflight
     monkeypatch.setattr(doctor_machine, "SHARED_MEMORY", tmp_path / "none")
-    (finding,) = doctor_machine.shared_memory(item)
+    (finding,) = doctor_machine.shared_memory(cuda())
     assert finding.status == "FAIL"
     blocked = tmp_path / "file"
     blocked.write_text("")
@@ -274,14 +291,7 @@ def test_an_unreadable_path(tmp_path, monkeypatch):
 def test_checkpoint_shards_and_shape(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
-    config = {
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "vocab_size": 99,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}})
     )
