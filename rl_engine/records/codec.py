@@ -33,8 +33,13 @@ class RecordError(UserError):
         super().__init__(printable(found), printable(expected), hint)
 
 
-def printable(text: str) -> str:
-    """``text`` with every control and format character escaped: a stranger's file must not steer a terminal."""
+def printable(text: str, limit: int = 600) -> str:
+    """``text`` for a message: control and format characters escaped, at most about ``limit`` characters.
+
+    A stranger's file must neither steer a terminal nor fill it.
+    """
+    if len(text) > limit:
+        text = f"{text[: limit // 2]} ... {text[-limit // 4 :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

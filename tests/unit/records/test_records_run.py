@@ -259,3 +259,16 @@ def test_pair_is_computed_from_files(tmp_path: Path) -> None:
     assert path.name == "p-pair.json" and read_pair(path) == record
     with pytest.raises(RecordError, match="mode"):
         pair_record("p", consistency, native)
+
+
+def test_messages_stay_short_and_printable(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    text = (run / "weights/0.json").read_text()
+    (run / "weights/0.json").write_text(text.replace('"version": 0', f'"version": {10**4000}'))
+    with pytest.raises(RecordError) as caught:
+        RunReader(run).weights()
+    assert len(str(caught.value)) < 1000
+    (run / "weights/0.json").write_text(text.replace('"version"', '"ver\\u001b[2Jsion"'))
+    with pytest.raises(RecordError) as caught:
+        RunReader(run).weights()
+    assert str(caught.value).isprintable()
