@@ -21,11 +21,12 @@ ASK_SECONDS = 60.0
 EXPECTED = "a readable path"
 
 _QUALIFICATION = """
-import importlib.util, json, sys
-if importlib.util.find_spec("rl_engine.qualify.status") is None:
+import json, sys
+try:
+    from rl_engine.qualify.status import status
+except ModuleNotFoundError:
     print(json.dumps({"state": "none"}))
 else:
-    from rl_engine.qualify.status import status
     print(json.dumps(status(sys.argv[1])))
 """
 
