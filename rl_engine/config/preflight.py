@@ -32,11 +32,42 @@ def refuse_unbuilt(resolved: Sequence[ResolvedPlan], *, detach: bool, resume: st
         raise UserError(
             "--pd", "engines that prefill and decode: the built-in stack does not split them", "leave --pd out"
         )
+    _refuse_groups(resolved[0])
+    for name, what in _NOT_HONOURED:
+        value = next((value for value in resolved[0].values if value.name == name), None)
+        if value is not None and value.source == "flag":
+            raise UserError(
+                f"{value.origin} with the built-in engines on a CPU",
+                f"a run without it: {what}",
+                f"leave {value.origin} out",
+            )
     if detach:
         raise UserError("--detach", "--wait: this version follows its runs to the end", "leave --detach out")
     if resume is not None:
         raise UserError(
             f"--resume {resume}", "a new run: this version cannot go on with an old one", "leave --resume out"
+        )
+
+
+_NOT_HONOURED = (
+    ("vllm_gpu_memory_utilization", "memory is taken as it is needed there"),
+    ("native_deterministic", "stock operators have no determinism flags there"),
+    ("ray_port", "its Ray head takes a free port"),
+    ("ray_dashboard_port", "its Ray head takes a free port"),
+)
+
+
+def _refuse_groups(resolved: ResolvedPlan) -> None:
+    shape = resolved.plan.topology
+    if (shape.train_tp, shape.train_cp) != (1, 1):
+        found = f"training TP {shape.train_tp} x CP {shape.train_cp}"
+        raise UserError(found, "one rank: this version plans groups but does not run them", "--tp 1 --cp 1")
+    if (shape.rollout_tp, shape.rollout_cp, shape.rollout_engines) != (1, 1, 1):
+        found = f"{shape.rollout_engines} rollout engines of TP {shape.rollout_tp} x CP {shape.rollout_cp}"
+        raise UserError(
+            found,
+            "one engine of one rank: this version plans groups but does not run them",
+            "--rollout-tp 1 --rollout-cp 1",
         )
 
 

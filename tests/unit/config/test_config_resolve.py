@@ -283,6 +283,11 @@ def test_what_is_not_built_is_refused(plan_for):
         lambda: refuse_unbuilt(plan_for(stack="megatron-vllm"), detach=False, resume=None),
         lambda: refuse_unbuilt(plan_for(backend="cuda"), detach=False, resume=None),
         lambda: refuse_unbuilt(plan_for(pd=True), detach=False, resume=None),
+        lambda: refuse_unbuilt(plan_for(tp_size="3"), detach=False, resume=None),
+        lambda: refuse_unbuilt(plan_for(rollout_tp_size="3"), detach=False, resume=None),
+        lambda: refuse_unbuilt(plan_for(ray_port="8090"), detach=False, resume=None),
+        lambda: refuse_unbuilt(plan_for(native_deterministic=True), detach=False, resume=None),
+        lambda: refuse_unbuilt(plan_for(vllm_gpu_memory_utilization="0.5"), detach=False, resume=None),
         lambda: refuse_unbuilt(plan_for(), detach=True, resume=None),
         lambda: refuse_unbuilt(plan_for(), detach=False, resume="x"),
     ):
