@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from rl_engine.models.config import ModelConfig
 from rl_engine.models.weights import ModelWeights
@@ -47,6 +48,33 @@ def _layer_weights(weights: ModelWeights, index: int, qk_norm: bool) -> LayerWei
     )
 
 
+class _Recomputed(torch.autograd.Function):
+    """One layer that keeps only its input; the backward pass computes it again, to the same bits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        stream: Tensor,
+        decoder: Decoder,
+        index: int,
+        positions: Tensor,
+        attend: Attend,
+        layout: PackedLayout | None,
+    ) -> Tensor:
+        ctx.save_for_backward(stream)
+        ctx.run = lambda x: decoder._layer(index, x, positions, attend, layout)
+        return ctx.run(stream)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (stream,) = ctx.saved_tensors
+        stream = stream.detach().requires_grad_(True)
+        with torch.enable_grad():
+            out = ctx.run(stream)
+        torch.autograd.backward(out, gradient)
+        return stream.grad, None, None, None, None, None
+
+
 class Decoder:
     """Hidden states of tokens; what attention sees is the caller's (packed samples, or a KV cache).
 
@@ -64,7 +92,12 @@ class Decoder:
         self.layers = [_layer_weights(weights, i, self.config.qk_norm) for i in range(self.config.layers)]
 
     def hidden(
-        self, ids: Tensor, positions: Tensor, attend: Attend, layout: PackedLayout | None = None, recompute: bool = False
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        layout: PackedLayout | None = None,
+        recompute: bool = False,
     ) -> Tensor:
         """bf16 [T, H] after the final norm, of ids int64 [T] at positions int64 [T].
 
@@ -72,12 +105,8 @@ class Decoder:
         """
         stream = self.ops.embedding(ids, self.weights.embedding)
         for index in range(self.config.layers):
-            if recompute:
-                stream = checkpoint(
-                    *(self._layer, index, stream, positions, attend, layout),
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                )
+            if recompute and torch.is_grad_enabled():
+                stream = _Recomputed.apply(stream, self, index, positions, attend, layout)
             else:
                 stream = self._layer(index, stream, positions, attend, layout)
         return self.ops.rms_norm(stream, self.weights["model.norm.weight"], self.config.norm_eps, layout)

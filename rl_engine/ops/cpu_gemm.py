@@ -23,7 +23,12 @@ def pack(weight: Weight, *, drop_value: bool = False) -> None:
 
 
 def times_weight(
-    x: Tensor, weight: Weight, residual: Tensor | None = None, *, out_f32: bool = False, columns: tuple[int, int] | None = None
+    x: Tensor,
+    weight: Weight,
+    residual: Tensor | None = None,
+    *,
+    out_f32: bool = False,
+    columns: tuple[int, int] | None = None,
 ) -> Tensor:
     """x bf16 [T, K] times W[N, K]^T: bf16 [T, N], or fp32; ``columns`` (first, last) takes a slice of N.
 

@@ -113,7 +113,9 @@ def _compile(target: Path) -> None:
             output = Path(folder) / f"{source.stem}.o"
             contraction = CONTRACT_FLAGS.get(source.name, "-ffp-contract=off")
             call = [*command, *COMMON_FLAGS, contraction, "-c", str(source), "-o", str(output)]
-            jobs.append((source.name, subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)))
+            jobs.append(
+                (source.name, subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+            )
             objects.append(str(output))
         for name, job in jobs:
             output_text, _ = job.communicate(timeout=300)

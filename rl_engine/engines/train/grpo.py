@@ -47,7 +47,13 @@ class TokenLoss:
 
 
 def token_loss(
-    logp: F64, old: F64, reference: F64 | None, advantage: F64, denominator: int, clip: tuple[float, float], kl_coef: float
+    logp: F64,
+    old: F64,
+    reference: F64 | None,
+    advantage: F64,
+    denominator: int,
+    clip: tuple[float, float],
+    kl_coef: float,
 ) -> TokenLoss:
     """``(-min(r A, clip(r, 1 - low, 1 + high) A) + kl_coef k3) / N`` with ``r = exp(logp - old)``, all fp64 [R].
 

@@ -54,9 +54,7 @@ class AttentionProvider:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, provider: AttentionProvider
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, provider: AttentionProvider) -> Tensor:
         out, lse = provider.forward_packed(q, k, v, layout)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.layout, ctx.provider = layout, provider

@@ -18,9 +18,7 @@ def _check(x: Tensor) -> None:
     assert x.dtype == torch.bfloat16 and x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 
-def _attend(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, page: int, lse: Tensor | None
-) -> Tensor:
+def _attend(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, page: int, lse: Tensor | None) -> Tensor:
     _check(q)
     heads, kv_heads, width = q.shape[1], k_pages.shape[1], q.shape[2]
     out = torch.empty(q.shape, dtype=torch.bfloat16)

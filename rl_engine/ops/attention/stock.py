@@ -93,9 +93,7 @@ class StockAttention:
             keys[rows, :, batch.positions] = k
             values[rows, :, batch.positions] = v
             seen = (x[:, :, :longest] for x in (keys, values))
-            out = functional.scaled_dot_product_attention(
-                q.unsqueeze(2), *seen, attn_mask=batch.mask, enable_gqa=True
-            )
+            out = functional.scaled_dot_product_attention(q.unsqueeze(2), *seen, attn_mask=batch.mask, enable_gqa=True)
             return out.squeeze(2)
         outs, first = [], 0
         for row, start, count in zip(batch.rows, batch.starts, batch.counts, strict=True):

@@ -39,7 +39,5 @@ class CpuNorm(NormProvider):
         if grad is not None and terms is not None:
             assert layout is not None
             units = layout.unit_offsets
-            load().rlk_gain_sum(
-                heads, width, units.numel() - 1, units.data_ptr(), terms.data_ptr(), grad.data_ptr()
-            )
+            load().rlk_gain_sum(heads, width, units.numel() - 1, units.data_ptr(), terms.data_ptr(), grad.data_ptr())
         return dx

@@ -68,7 +68,14 @@ class LogpState:
 
 class LogpProvider:
     def merge_columns(
-        self, z: Tensor, first: int, vocabulary: int, inv_t: float, mask: Tensor | None, targets: Tensor, state: LogpState
+        self,
+        z: Tensor,
+        first: int,
+        vocabulary: int,
+        inv_t: float,
+        mask: Tensor | None,
+        targets: Tensor,
+        state: LogpState,
     ) -> None:
         """Merges whole groups, logits z fp32 [T, n] of columns from ``first``, into ``state``."""
         raise AssertionError("a provider defines merge_columns")
@@ -83,9 +90,7 @@ class LogpProvider:
         """dz bf16 [T, n] from logits z fp32 [T, n] and coefficients c fp32 [T]."""
         raise AssertionError("a provider defines logits_gradient")
 
-    def from_logits(
-        self, z: Tensor, targets: Tensor, temperature: float, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def from_logits(self, z: Tensor, targets: Tensor, temperature: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """(logp, entropy) fp32 [T] from all logits z fp32 [T, V]."""
         check_targets(targets, z.shape[1], mask)
         state = LogpState.empty(z.shape[0])

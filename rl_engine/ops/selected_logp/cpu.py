@@ -18,7 +18,14 @@ def _mask_arguments(mask: Tensor | None) -> tuple[int | None, int]:
 
 class CpuLogp(LogpProvider):
     def merge_columns(
-        self, z: Tensor, first: int, vocabulary: int, inv_t: float, mask: Tensor | None, targets: Tensor, state: LogpState
+        self,
+        z: Tensor,
+        first: int,
+        vocabulary: int,
+        inv_t: float,
+        mask: Tensor | None,
+        targets: Tensor,
+        state: LogpState,
     ) -> None:
         assert z.stride(1) == 1
         load().rlk_logp_groups(

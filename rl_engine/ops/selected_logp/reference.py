@@ -34,7 +34,14 @@ def _merge(total: Stats, tile: Stats) -> Stats:
 
 class ReferenceLogp(LogpProvider):
     def merge_columns(
-        self, z: Tensor, first: int, vocabulary: int, inv_t: float, mask: Tensor | None, targets: Tensor, state: LogpState
+        self,
+        z: Tensor,
+        first: int,
+        vocabulary: int,
+        inv_t: float,
+        mask: Tensor | None,
+        targets: Tensor,
+        state: LogpState,
     ) -> None:
         zs = z * f32(inv_t)
         last = first + z.shape[1]

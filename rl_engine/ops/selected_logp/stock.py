@@ -13,9 +13,7 @@ from rl_engine.ops.weight import Weight
 
 
 class StockLogp:
-    def from_logits(
-        self, z: Tensor, targets: Tensor, temperature: float, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def from_logits(self, z: Tensor, targets: Tensor, temperature: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         check_targets(targets, z.shape[1], mask)
         scaled = z / temperature if temperature != 1.0 else z
         if mask is not None:

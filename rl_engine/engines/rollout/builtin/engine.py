@@ -63,7 +63,12 @@ class RolloutEngine:
     """
 
     def __init__(
-        self, weights: ModelWeights, operators: Operators, positions: int, settings: RolloutSettings, name: str = "rollout-0"
+        self,
+        weights: ModelWeights,
+        operators: Operators,
+        positions: int,
+        settings: RolloutSettings,
+        name: str = "rollout-0",
     ) -> None:
         self.weights, self.ops, self.settings, self.name = weights, operators, settings, name
         self.decoder = Decoder(weights, operators, positions)
@@ -167,9 +172,7 @@ class _Generation:
         vocabulary = self.engine.weights.config.vocabulary
         z = ops.logits(hidden, self.engine.weights.head)
         mask = retained_mask(z, self.inv_t, sampling.top_k, sampling.top_p)
-        keys = [
-            DrawKey(sampling.seed, self.step, a.request.prompt, a.request.sample, len(a.tokens)) for a in ready
-        ]
+        keys = [DrawKey(sampling.seed, self.step, a.request.prompt, a.request.sample, len(a.tokens)) for a in ready]
         tokens = ops.draw(z, self.inv_t, mask, keys)
         logprobs, _ = ops.logp_from_logits(z, tokens, sampling.temperature, mask)
         bits = None if mask is None else mask.numpy()

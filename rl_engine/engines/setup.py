@@ -1,0 +1,92 @@
+"""Engines from a Plan: threads, weights and settings. Every process of a run starts here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from rl_engine.config.plan import Plan
+from rl_engine.engines.rollout.builtin.engine import RolloutEngine, RolloutSettings
+from rl_engine.engines.train.builtin import TrainEngine, TrainSettings
+from rl_engine.engines.types import SamplingSettings
+from rl_engine.models.checkpoint import load_weights
+from rl_engine.models.config import ModelConfig, UnsupportedModel, read_config
+from rl_engine.models.weights import ModelWeights, WeightMismatch
+from rl_engine.ops import Operators, library
+from rl_engine.records.errors import UserError
+from rl_engine.records.types import ThreadSettings
+
+
+def use_threads(plan: Plan) -> ThreadSettings:
+    """Sets the plan's thread count for torch and the C kernels, and says what is in force."""
+    torch.set_num_threads(plan.threads)
+    names = {name for side in (plan.providers.train, plan.providers.rollout) for _, name in side}
+    if "cpu" in names:
+        library.set_threads(plan.threads)
+    omp = os.environ.get("OMP_NUM_THREADS")
+    return ThreadSettings(torch.get_num_threads(), torch.get_num_interop_threads(), int(omp) if omp else None)
+
+
+def model_config(plan: Plan) -> ModelConfig:
+    """The checkpoint's shape.
+
+    Raises:
+        UserError: no decoder here computes it, or the context is too short for the response cap.
+    """
+    try:
+        config = read_config(Path(plan.model_root))
+    except (UnsupportedModel, OSError) as error:
+        raise UserError(str(error), "a Llama or Qwen3 checkpoint", "choose another --model-root") from error
+    if plan.sampling.max_response_len >= config.max_positions:
+        raise UserError(
+            f"--max-response-len {plan.sampling.max_response_len}",
+            f"less than the model's {config.max_positions} positions",
+            "lower it",
+        )
+    return config
+
+
+def read_weights(plan: Plan) -> ModelWeights:
+    """The starting weights.
+
+    Raises:
+        UserError: the checkpoint is damaged or incomplete.
+    """
+    try:
+        return load_weights(Path(plan.model_root), model_config(plan))
+    except WeightMismatch as error:
+        raise UserError(str(error), "a complete safetensors checkpoint", "restore it, or prepare it again") from error
+
+
+def sampling_settings(plan: Plan, stop_tokens: tuple[int, ...]) -> SamplingSettings:
+    s = plan.sampling
+    return SamplingSettings(s.temperature, s.top_p, s.top_k, s.max_response_len, s.rollout_seed, stop_tokens)
+
+
+def train_engine(plan: Plan) -> TrainEngine:
+    """The trainer with its weights; a frozen copy beside it when the plan asks for a KL term."""
+    weights = read_weights(plan)
+    settings = TrainSettings(
+        temperature=plan.sampling.temperature,
+        lr=plan.optimizer.lr,
+        weight_decay=plan.optimizer.weight_decay,
+        beta1=plan.optimizer.beta1,
+        beta2=plan.optimizer.beta2,
+        eps=plan.optimizer.eps,
+        clip_grad=plan.optimizer.clip_grad,
+        kl_coef=plan.loss.kl_coef,
+        clip_low=plan.loss.clip_low,
+        clip_high=plan.loss.clip_high,
+        fold_tokens=plan.fold_tokens,
+        max_tokens=plan.max_tokens_per_gpu,
+    )
+    reference = read_weights(plan) if plan.loss.kl_coef > 0 else None
+    operators = Operators(dict(plan.providers.train))
+    return TrainEngine(weights, operators, weights.config.max_positions, settings, reference)
+
+
+def rollout_engine(plan: Plan, weights: ModelWeights, name: str) -> RolloutEngine:
+    operators = Operators(dict(plan.providers.rollout))
+    return RolloutEngine(weights, operators, weights.config.max_positions, RolloutSettings(), name)

@@ -1,0 +1,163 @@
+"""The workers of a run. They hold one engine each and know nothing of Ray; ``ray_head`` makes actors of them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rl_engine.config.plan import Plan
+from rl_engine.engines.evidence import route_records
+from rl_engine.engines.types import Request, Sample, UpdateResult, WeightSnapshot
+from rl_engine.numerics.digest import map_digest
+from rl_engine.records.environment import collect_environment, source_record
+from rl_engine.records.types import EnvironmentRecord, RouteRecord, Side, ThreadSettings
+
+Logprobs = list[npt.NDArray[np.float32]]
+SOURCE_ROOT = Path(__file__).resolve().parents[2]
+
+
+class QualificationFailed(RuntimeError):
+    """A provider's bits are not its contract's on this machine."""
+
+
+class _Worker:
+    """What both sides share: threads, the start-up proof, progress and evidence."""
+
+    side: Side
+
+    def __init__(self, plan: Plan, name: str) -> None:
+        from rl_engine.engines.setup import use_threads
+
+        self.plan, self.name = plan, name
+        self.threads: ThreadSettings = use_threads(plan)
+        self.qualification = self._prove() if plan.mode == "consistency" else None
+        self._progress = (0, 0)
+
+    def _prove(self) -> str:
+        from rl_engine.engines.setup import model_config
+        from rl_engine.numerics.contract import Contract
+        from rl_engine.qualify import prove
+
+        gemm = "chain256" if self.plan.contract_id.endswith("-chain256") else "chain"
+        contract = Contract(gemm=gemm, fold_tokens=self.plan.fold_tokens)
+        sides = [dict(self.plan.providers.train), dict(self.plan.providers.rollout)]
+        proof = prove(model_config(self.plan), sides, contract)
+        if proof.failed:
+            case = proof.failed[0]
+            raise QualificationFailed(
+                f"{len(proof.failed)} of {len(proof.cases)} cases differ, first {case.operator} through {case.provider}: "
+                f"{case.what}, {case.differing} of {case.elements} elements"
+            )
+        return proof.digest
+
+    def _report(self, done: int, total: int) -> None:
+        self._progress = (done, total)
+
+    def progress(self) -> tuple[int, int]:
+        """(done, all) of the call in progress."""
+        return self._progress
+
+    def environment(self, phase: Any) -> EnvironmentRecord:
+        """This process, for the evidence."""
+        import torch
+
+        return collect_environment(
+            phase=phase,
+            role=self.side,
+            engine=self.name,
+            rank=0,
+            device=f"cpu {torch.backends.cpu.get_cpu_capability()}",
+            contract_id=self.plan.contract_id,
+            contract_digest=self.plan.contract_digest,
+            qualification_digest=self.qualification,
+            threads=self.threads,
+            sources=(source_record("rl_kernel", SOURCE_ROOT),),
+        )
+
+
+class TrainWorker(_Worker):
+    side: Side = "train"
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan, "train")
+        from rl_engine.engines.setup import train_engine
+
+        self.engine = train_engine(plan)
+
+    def score(self, samples: list[Sample]) -> tuple[Logprobs, Logprobs | None, float]:
+        """(logprobs, the reference model's or None, seconds)."""
+        started = time.perf_counter()
+        self._report(0, 0)
+        logprobs = self.engine.score(samples, self._report)
+        reference = self.engine.score_reference(samples) if self.plan.loss.kl_coef > 0 else None
+        return logprobs, reference, time.perf_counter() - started
+
+    def step(
+        self, samples: list[Sample], advantages: list[float], old: Logprobs, reference: Logprobs | None
+    ) -> UpdateResult:
+        self._report(0, 0)
+        return self.engine.step(samples, advantages, old, reference, self._report)
+
+    def export(self) -> tuple[WeightSnapshot, dict[str, str]]:
+        """(weights, digests): the weights go straight to the rollout engines, the digests to the evidence."""
+        snapshot = self.engine.export()
+        return snapshot, snapshot.digests
+
+    def routes(self) -> list[RouteRecord]:
+        return route_records(self.engine.ops.routes(), self.side)
+
+
+class RolloutWorker(_Worker):
+    side: Side = "rollout"
+
+    def __init__(self, plan: Plan, name: str) -> None:
+        super().__init__(plan, name)
+        from rl_engine.engines.setup import read_weights, rollout_engine
+        from rl_engine.engines.snapshot import export_snapshot
+
+        weights = read_weights(plan)
+        self._start = export_snapshot(weights, 0).digests
+        self.engine = rollout_engine(plan, weights, name)
+
+    def starting_digest(self) -> str:
+        """Digest of the weights that the engine loaded from the checkpoint."""
+        return map_digest(self._start)
+
+    def generate(self, requests: list[Request], step: int, stop_tokens: tuple[int, ...]) -> tuple[list[Sample], float]:
+        """(samples in the requests' order, seconds)."""
+        from rl_engine.engines.setup import sampling_settings
+
+        started = time.perf_counter()
+        self._report(0, len(requests))
+        samples = self.engine.generate(requests, step, sampling_settings(self.plan, stop_tokens), self._report)
+        return samples, time.perf_counter() - started
+
+    def load_weights(self, snapshot: WeightSnapshot) -> str:
+        """Digest of the weights as they arrived."""
+        return map_digest(self.engine.load_weights(snapshot))
+
+    def routes(self) -> list[RouteRecord]:
+        return route_records(self.engine.ops.routes(), self.side)
+
+
+class BaselineWorker:
+    """transformers' ``generate`` with the run's threads, for the speed beside native mode."""
+
+    def __init__(self, plan: Plan) -> None:
+        from rl_engine.engines.setup import use_threads
+
+        self.plan = plan
+        use_threads(plan)
+
+    def measure(self, prompts: list[list[int]]) -> tuple[int, float]:
+        """(new tokens, seconds)."""
+        from rl_engine.engines.rollout.transformers_baseline import measure
+
+        speed = measure(
+            Path(self.plan.model_root), prompts, self.plan.sampling.max_response_len, self.plan.sampling.temperature
+        )
+        return speed.tokens, speed.seconds

@@ -1,0 +1,113 @@
+"""What a person sees of a run: progress, one line a step, and the verdict. Talk goes to stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from rl_engine.records.types import PairRecord, StepRecord
+
+Advance = Callable[[int, int], None]
+
+
+class Display:
+    """Progress bars on a terminal; plain lines elsewhere."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
+    @contextlib.contextmanager
+    def task(self, text: str) -> Iterator[Advance]:
+        """A bar while something runs; the callable takes (done, all)."""
+        if not self.console.is_terminal:
+            yield lambda done, total: None
+            return
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.console, transient=True) as progress:
+            task = progress.add_task(text, total=None)
+            yield lambda done, total: progress.update(task, completed=done, total=total or None)
+
+    def step(self, mode: str, record: StepRecord, rollouts: int) -> None:
+        """One line a step."""
+        s = record.seconds
+        share = record.mismatches / record.tokens_compared if record.tokens_compared else 0.0
+        self.say(
+            f"{mode:11} step {record.step + 1}/{rollouts}: {record.tokens_compared} tokens, "
+            f"{record.mismatches} mismatches ({share:.1%}), |dlogp| max {record.max_abs_dlogp:.4g} "
+            f"mean {record.mean_abs_dlogp:.4g}, reward {record.reward_mean:.2f}, grad norm {record.grad_norm:.4f} | "
+            f"rollout {s.rollout:.1f} s, reward {s.reward:.1f}, old logp {s.old_logp:.1f}, train {s.train:.1f}, "
+            f"optimizer {s.optimizer:.1f}, sync {s.weight_sync:.1f}"
+        )
+
+
+def total_seconds(record: StepRecord) -> float:
+    s = record.seconds
+    return s.rollout + s.reward + s.old_logp + s.train + s.optimizer + s.weight_sync + s.other
+
+
+def summary_table(rows: list[tuple[str, list[StepRecord]]]) -> Table:
+    """One row a run: what was compared, what differed, and what it cost."""
+    table = Table(box=box.SIMPLE)
+    for name in ("mode", "tokens", "mismatches", "max |dlogp|", "mean |dlogp|", "reward", "rollout tok/s", "s/step"):
+        table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
+    for mode, steps in rows:
+        tokens = sum(s.tokens_compared for s in steps)
+        mismatches = sum(s.mismatches for s in steps)
+        weighted = sum(s.mean_abs_dlogp * s.tokens_compared for s in steps) / tokens if tokens else 0.0
+        share = f" ({mismatches / tokens:.1%})" if mismatches else ""
+        table.add_row(
+            mode,
+            f"{tokens}",
+            f"{mismatches}{share}",
+            f"{max((s.max_abs_dlogp for s in steps), default=0.0):.4g}",
+            f"{weighted:.4g}",
+            f"{sum(s.reward_mean for s in steps) / len(steps):.2f}" if steps else "-",
+            f"{rollout_speed(steps):.1f}",
+            f"{sum(total_seconds(s) for s in steps) / len(steps):.1f}" if steps else "-",
+        )
+    return table
+
+
+def rollout_speed(steps: list[StepRecord]) -> float:
+    """Response tokens per second of generation, over all steps."""
+    seconds = sum(s.seconds.rollout for s in steps)
+    return sum(s.tokens_compared for s in steps) / seconds if seconds else 0.0
+
+
+def verdict_lines(pair: PairRecord) -> list[str]:
+    """The pair in words."""
+    lines = []
+    if pair.exact:
+        lines.append(f"consistency: 0 of {pair.consistency.tokens_compared} logprobs differ: exactly on-policy.")
+    else:
+        lines.append(
+            f"consistency: {pair.consistency.mismatches} of {pair.consistency.tokens_compared} logprobs differ: NOT exact."
+        )
+    if pair.control:
+        lines.append(f"native: {pair.native.mismatches} of {pair.native.tokens_compared} differ: the control holds.")
+    else:
+        lines.append("native: 0 differ as well, so this pair proves nothing; use a larger model or more tokens.")
+    if not pair.same_start:
+        lines.append("the two runs did not start from the same weights: the comparison is void.")
+    return lines
+
+
+class Stopwatch:
+    """Seconds between calls of :meth:`lap`."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        return seconds

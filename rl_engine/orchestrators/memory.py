@@ -1,0 +1,44 @@
+"""Peak memory of a run: proportional set size summed over this process and everything it started."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+import psutil
+
+
+def total_pss() -> int:
+    """Bytes, now. Processes that end or cannot be read meanwhile are left out."""
+    me = psutil.Process()
+    total = 0
+    for process in [me, *me.children(recursive=True)]:
+        try:
+            total += process.memory_full_info().pss
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return total
+
+
+class MemoryWatch:
+    """Samples :func:`total_pss` every two seconds on a thread of its own; ``peak`` in bytes."""
+
+    def __init__(self, seconds: float = 2.0) -> None:
+        self.peak = 0
+        self._seconds = seconds
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> MemoryWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end.set()
+        self._thread.join(timeout=10)
+
+    def _watch(self) -> None:
+        while not self._end.wait(self._seconds):
+            self.peak = max(self.peak, total_pss())
