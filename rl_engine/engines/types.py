@@ -89,8 +89,8 @@ class WeightSnapshot:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateResult:
-    """One update. ``entropy_mean`` in nats over loss tokens; ``ratio_mismatches`` counts tokens whose recomputed logprob
-    is not the old one bit for bit (0 in an exactly on-policy first update)."""
+    """One update. ``entropy_mean`` in nats over loss tokens; ``ratio_mismatches`` counts tokens whose recomputed
+    logprob is not the old one bit for bit (0 in an exactly on-policy first update)."""
 
     loss: float
     kl_mean: float

@@ -72,7 +72,8 @@ def log1p(x: Tensor) -> Tensor:
 
 
 def tree_sum(x: Tensor) -> Tensor:
-    """Sum of the last axis by the written tree (fp32): axes over 1,024 are folded, then neighbours are added in pairs."""
+    """Sum of the last axis by the written tree (fp32): axes over 1,024 are folded, then neighbours are added in
+    pairs."""
     n = x.shape[-1]
     if n > FOLD_AXIS:
         x = torch.nn.functional.pad(x, (0, -n % FOLD_AXIS))

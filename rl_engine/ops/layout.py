@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class PackedLayout:
     def unit_bounds(self) -> list[tuple[int, int]]:
         """(first token, last token + 1) of each fold unit."""
         bounds = self.unit_offsets.tolist()
-        return list(zip(bounds[:-1], bounds[1:], strict=True))
+        return list(itertools.pairwise(bounds))
 
     @functools.cached_property
     def positions(self) -> Tensor:

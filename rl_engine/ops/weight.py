@@ -1,4 +1,5 @@
-"""A weight as the operators see it: bf16 values in the HF layout, an fp32 gradient, and the packed copy for decoding."""
+"""A weight as the operators see it: bf16 values in the HF layout, an fp32 gradient, and the packed copy for
+decoding."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ class Weight:
         name: name inside the model.
         parts: the HF tensors in canonical column order.
         value: bf16, [out, in] or [width].
-        grad: fp32 of the same shape, or None where the weight does not train. Operators add fold units into it in order.
-        lookups: (token ids int64 [T], gradient rows bf16 [T, width]) kept by ``embedding`` until the end of the step.
+        grad: fp32 of the same shape, or None where the weight does not train. Operators add fold units into it in
+        order. lookups: (token ids int64 [T], gradient rows bf16 [T, width]) kept by ``embedding`` until the end of the
+        step.
     """
 
     def __init__(self, name: str, value: Tensor, parts: tuple[Part, ...]) -> None:

@@ -49,8 +49,8 @@ class _Worker:
         if proof.failed:
             case = proof.failed[0]
             raise QualificationFailed(
-                f"{len(proof.failed)} of {len(proof.cases)} cases differ, first {case.operator} through {case.provider}: "
-                f"{case.what}, {case.differing} of {case.elements} elements"
+                f"{len(proof.failed)} of {len(proof.cases)} cases differ, first {case.operator} through "
+                f"{case.provider}: {case.what}, {case.differing} of {case.elements} elements"
             )
         return proof.digest
 

@@ -89,9 +89,8 @@ def verdict_lines(pair: PairRecord) -> list[str]:
     if pair.exact:
         lines.append(f"consistency: 0 of {pair.consistency.tokens_compared} logprobs differ: exactly on-policy.")
     else:
-        lines.append(
-            f"consistency: {pair.consistency.mismatches} of {pair.consistency.tokens_compared} logprobs differ: NOT exact."
-        )
+        differing = f"{pair.consistency.mismatches} of {pair.consistency.tokens_compared}"
+        lines.append(f"consistency: {differing} logprobs differ: NOT exact.")
     if pair.control:
         lines.append(f"native: {pair.native.mismatches} of {pair.native.tokens_compared} differ: the control holds.")
     else:

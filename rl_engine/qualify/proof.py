@@ -1,7 +1,7 @@
 """Tries to refute the providers of a run on its real shapes, before it starts.
 
-Every contract provider is compared with the operator's reference, as integer views, on random data and, where an order of
-summation could hide, on order-revealing data: large values that cancel at moving places among small units. Stock
+Every contract provider is compared with the operator's reference, as integer views, on random data and, where an order
+of summation could hide, on order-revealing data: large values that cancel at moving places among small units. Stock
 operators make no promise and are not judged.
 """
 
@@ -294,8 +294,7 @@ class _Prover:
             weight = torch.empty(1003, dtype=torch.bfloat16)
             p.update(*tensors, grad, weight, 0.5, scalars)
             results.append((*tensors, weight))
-        for name, a, b in zip(("master", "m", "v", "weight"), *results, strict=True):
-            yield name, a, b
+        yield from zip(("master", "m", "v", "weight"), *results, strict=True)
 
     def grad_norm(self, tested: Any, reference: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
         grad = torch.randn(10007, generator=self.random) * torch.exp(torch.randn(10007, generator=self.random) * 6)

@@ -1,7 +1,7 @@
 """GRPO outside the tensor operators: fp64, in the samples' canonical order, rounded once.
 
-Group-relative advantages: Shao et al., DeepSeekMath (2024), equation of section 4.1; clipped objective: Schulman et al.,
-PPO (2017); k3 estimate of the KL: Schulman, "Approximating KL divergence" (2020).
+Group-relative advantages: Shao et al., DeepSeekMath (2024), equation of section 4.1; clipped objective: Schulman et
+al., PPO (2017); k3 estimate of the KL: Schulman, "Approximating KL divergence" (2020).
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def token_loss(
 ) -> TokenLoss:
     """``(-min(r A, clip(r, 1 - low, 1 + high) A) + kl_coef k3) / N`` with ``r = exp(logp - old)``, all fp64 [R].
 
-    ``k3 = exp(ref - logp) - (ref - logp) - 1``. The derivative is exact: A r where the unclipped term is the minimum, else 0.
+    ``k3 = exp(ref - logp) - (ref - logp) - 1``. The derivative is exact: A r where the unclipped term is the minimum,
+    else 0.
     """
     low, high = clip
     ratio = np.exp(logp - old)

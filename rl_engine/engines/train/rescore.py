@@ -1,7 +1,8 @@
-"""Recomputes the trainer's logprobs of a recorded step in a fresh process: no Ray, one rank, weights from the checkpoint.
+"""Recomputes the trainer's logprobs of a recorded step in a fresh process: no Ray, one rank, weights from the
+checkpoint.
 
-``python -m rl_engine.engines.train.rescore --run-dir DIR --step N --out FILE`` writes ``train_logprob`` fp32 [T], in the
-order of the step's tokens, as safetensors.
+``python -m rl_engine.engines.train.rescore --run-dir DIR --step N --out FILE`` writes ``train_logprob`` fp32 [T], in
+the order of the step's tokens, as safetensors.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Contract. ``m = fl(fl(b1 m) + fl((1 - b1) g))``, ``v = fl(fl(b2 v) + fl(fl((1 - b2) g) g))``,
 ``p = fl(fl(p (1 - lr wd)) - fl(fl(lr / bc1) fl(m / (fl(fl(sqrt v) / sqrt(bc2)) + eps))))`` with ``g = fl(grad clip)``.
-Scalars are computed in fp64 from the integer step and cast to fp32 once. Decay on 2-D tensors only; the bf16 weight is the
-master rounded to nearest even. Elementwise, so any sharding gives the same bits.
+Scalars are computed in fp64 from the integer step and cast to fp32 once. Decay on 2-D tensors only; the bf16 weight is
+the master rounded to nearest even. Elementwise, so any sharding gives the same bits.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ d, ``mu = fl(m c)``, ``p = exp(fl(fl(d c) - mu))``, ``alpha = exp(fl(mu_old - mu
 ``O = fl(fl(O alpha) + bf16(p) V)``, the block's product a chain from +0. A split starts from the empty state; splits
 merge ascending: ``l = fl(fl(l a) + fl(l' b))``, O likewise. Output ``bf16(O / l)``, ``LSE = fl(mu + log l)``.
 
-Backward. ``delta = tree(fl(dO O))``, ``P = exp(fl(fl(d c) - LSE))``, ``dS = bf16(fl(P fl(dP - delta)))``. dQ carries over
-KV blocks ascending; dK and dV (from bf16(P)) over the group's query heads (outer) and query blocks ascending (inner); a
-block is a chain from +0, the carry ``fl(acc + block)``. ``c`` multiplies the finished fp32 dQ and dK once.
+Backward. ``delta = tree(fl(dO O))``, ``P = exp(fl(fl(d c) - LSE))``, ``dS = bf16(fl(P fl(dP - delta)))``. dQ carries
+over KV blocks ascending; dK and dV (from bf16(P)) over the group's query heads (outer) and query blocks ascending
+(inner); a block is a chain from +0, the carry ``fl(acc + block)``. ``c`` multiplies the finished fp32 dQ and dK once.
 
 Shapes: q bf16 [T, heads, D], k and v bf16 [T, kv_heads, D], any token stride; the result is [T, heads, D].
 Invariant to: batch mates, packing, chunking, page size, what unused pages hold.

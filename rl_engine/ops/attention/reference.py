@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -107,7 +109,7 @@ class ReferenceAttention(AttentionProvider):
         delta = tree_sum(dout.float() * out.float())
         dq, dk, dv = (torch.empty(x.shape, dtype=torch.bfloat16) for x in (q, k, v))
         bounds = layout.offsets.tolist()
-        for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+        for first, last in itertools.pairwise(bounds):
             part = slice(first, last)
             for kv in range(k.shape[1]):
                 sums_k, sums_v = torch.zeros(last - first, q.shape[2]), torch.zeros(last - first, q.shape[2])

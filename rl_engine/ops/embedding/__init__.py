@@ -1,8 +1,8 @@
 """Token embedding: the row of the owner, a copy.
 
 Backward. The bf16 gradient of the looked-up rows is kept for the whole step (``Weight.lookups``); ``finish`` then adds
-each row's contributions in (sample, position) order, in fp32 from +0. A tied head adds its own gradient to that sum once:
-``G = fl(G_head + G_lookup)``.
+each row's contributions in (sample, position) order, in fp32 from +0. A tied head adds its own gradient to that sum
+once: ``G = fl(G_head + G_lookup)``.
 
 Invariant to: packing and micro-batches, since the order is the samples' order.
 """

@@ -3,8 +3,8 @@
 Contract. bf16 operands; every output is one fp32 chain over K, ascending from +0, rounded once to bf16. With a residual
 ``y = bf16(fl(stream + branch))`` where branch is the unrounded fp32 chain. Columns have the HF tensors' order.
 
-Backward. ``dX[T, K]``: one chain over the N columns, one rounding. ``dW[N, K]``: per fold unit one chain over the unit's
-tokens from +0, added into the fp32 gradient, units ascending. The residual's gradient is ``dy`` itself.
+Backward. ``dX[T, K]``: one chain over the N columns, one rounding. ``dW[N, K]``: per fold unit one chain over the
+unit's tokens from +0, added into the fp32 gradient, units ascending. The residual's gradient is ``dy`` itself.
 
 Invariant to: rows, packing, batch mates, tiles, threads, column slices. Errors: none; shapes are asserted.
 """

@@ -1,9 +1,10 @@
 """Rotary position embedding, half-split.
 
-Contract. ``y1 = fl(fl(x1 c) - fl(x2 s))``, ``y2 = fl(fl(x2 c) + fl(x1 s))`` in fp32, one rounding to bf16. Backward: the
-same with -s. One table per run: computed in fp64 on a CPU, stored fp32, its bytes are in the digest.
+Contract. ``y1 = fl(fl(x1 c) - fl(x2 s))``, ``y2 = fl(fl(x2 c) + fl(x1 s))`` in fp32, one rounding to bf16. Backward:
+the same with -s. One table per run: computed in fp64 on a CPU, stored fp32, its bytes are in the digest.
 
-x is bf16 [T, heads, D] with any token stride, positions int64 [T] from the sample's first token; the result is contiguous.
+x is bf16 [T, heads, D] with any token stride, positions int64 [T] from the sample's first token; the result is
+contiguous.
 """
 
 from __future__ import annotations

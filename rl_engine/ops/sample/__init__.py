@@ -1,8 +1,9 @@
 """Exact sampling, keyed by the sample's identity.
 
-Contract. ``x`` is the first word of Philox4x32-10 with key (rollout seed, step) and counter (token id, position, sample,
-prompt), 32 bits each. ``u = min(fp32(fp64(x + 1/2) 2^-32), 1 - 2^-24)``, ``E = -log1p(-u)``; the token is the argmax over
-existing columns of ``fl(zs_v - log E_v)``, ties to the lowest id (Gumbel-max, exact for the softmax over the set).
+Contract. ``x`` is the first word of Philox4x32-10 with key (rollout seed, step) and counter (token id, position,
+sample, prompt), 32 bits each. ``u = min(fp32(fp64(x + 1/2) 2^-32), 1 - 2^-24)``, ``E = -log1p(-u)``; the token is the
+argmax over existing columns of ``fl(zs_v - log E_v)``, ties to the lowest id (Gumbel-max, exact for the softmax over
+the set).
 
 Invariant to: engine, slot, batch, retry, preemption: none of them enters. Errors: an identity wider than 32 bits.
 """

@@ -1,21 +1,23 @@
 """Log-probability of the chosen token, and entropy, with temperature and an optional retained set.
 
-Contract. ``invT = fp32(1 / T)``, ``zs = fl(z invT)``. Only columns below the true vocabulary and inside the retained set
-exist. Tile of 128 columns: m its maximum, ``l = tree(exp(fl(zs - m)))``, ``w = tree(fl(e zs))``. A group is
-``ceil(ceil(V / 128) / 16)`` tiles. Merge, tiles ascending in a group, then groups ascending: ``m' = max``,
-``a = exp(fl(m - m'))``, ``b = exp(fl(m_t - m'))``, ``l = fl(fl(l a) + fl(l_t b))``, w likewise; the empty state is the
+Contract. ``invT = fp32(1 / T)``, ``zs = fl(z invT)``. Only columns below the true vocabulary and inside the retained
+set exist. Tile of 128 columns: m its maximum, ``l = tree(exp(fl(zs - m)))``, ``w = tree(fl(e zs))``. A group is
+``ceil(ceil(V / 128) / 16)`` tiles. Merge, tiles ascending in a group, then groups ascending: ``m' = max``, ``a =
+exp(fl(m - m'))``, ``b = exp(fl(m_t - m'))``, ``l = fl(fl(l a) + fl(l_t b))``, w likewise; the empty state is the
 identity. ``logp = fl(fl(zs_y - m) - log l)``, entropy ``fl(fl(m + log l) - fl(w / l))``.
 
 Backward. Group by group: z recomputed, ``p = exp(fl(fl(zs - m) - log l))``,
 ``dz = bf16(fl(fl(c invT) fl(p - [v = y])))``, +0 outside the set; dH's groups are folded ascending in fp32 and rounded
 once; the head's rows of dW per fold unit.
 
-Masks are packed bits, uint8 [T, ceil(V / 8)], bit v of row t: column v exists. A target outside its set is an input error.
+Masks are packed bits, uint8 [T, ceil(V / 8)], bit v of row t: column v exists. A target outside its set is an input
+error.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
@@ -43,7 +45,7 @@ def groups(vocabulary: int) -> list[tuple[int, int]]:
 
 def check_targets(targets: Tensor, vocabulary: int, mask: Tensor | None) -> None:
     """Raises ValueError where a target is no column, or lies outside its retained set."""
-    if targets.numel() and not (0 <= int(targets.min()) and int(targets.max()) < vocabulary):
+    if targets.numel() and not (int(targets.min()) >= 0 and int(targets.max()) < vocabulary):
         raise ValueError(f"a target lies outside the vocabulary of {vocabulary}")
     if mask is not None:
         inside = (mask[torch.arange(targets.numel()), targets // 8].long() >> (targets % 8)) & 1
@@ -160,7 +162,7 @@ class _Score(torch.autograd.Function):
             dz = ctx.provider.logits_gradient(z, first, ctx.inv_t, ctx.mask, targets, ctx.state, c)
             ctx.head.add_input_gradient(dz, weight, (first, last), dh)
             if weight.grad is not None:
-                for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+                for start, stop in itertools.pairwise(bounds):
                     if stop > start:
                         ctx.head.add_weight_gradient(dz[start:stop], chosen[start:stop], (first, last), weight.grad)
         d_hidden = torch.zeros(ctx.shape, dtype=torch.bfloat16)

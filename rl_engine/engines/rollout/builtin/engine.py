@@ -1,7 +1,7 @@
 """The built-in rollout engine: batched generation over a KV cache, prefill in chunks, samples join and leave each step.
 
-A sample's tokens and logprobs depend on its identity and the weights alone: noise is keyed by (seed, step, prompt, sample,
-position), and no operator looks at another row.
+A sample's tokens and logprobs depend on its identity and the weights alone: noise is keyed by (seed, step, prompt,
+sample, position), and no operator looks at another row.
 """
 
 from __future__ import annotations
