@@ -134,7 +134,7 @@ def run_gate(gate: Gate, evidence: RunEvidence, failed: set[str]) -> Finding:
         text = printable(f"{type(error).__name__}: {str(error)[:300]}")
         return Finding(gate.name, "FAIL", text, gate.expected, "")
     status = "PASS" if passed else gate.failure
-    return Finding(gate.name, status, printable(found), gate.expected, "" if passed else hint)
+    return Finding(gate.name, status, printable(found), gate.expected, "" if passed else printable(hint))
 
 
 def _step_facts(step: int, batch: SampleBatch, needs_sets: bool) -> StepFacts:

@@ -298,3 +298,11 @@ def test_the_first_mismatch_is_located_in_hex(good: Path, tmp_path: Path) -> Non
 def test_another_number_of_steps_passes(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run-1", rollouts=3)
     assert failures(run) == []
+
+
+def test_a_hostile_number_does_not_fill_the_terminal(good: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run-1"
+    shutil.copytree(good, run)
+    edit_plan(lambda body: body.update(threads=10**4000))(run)
+    (finding,) = failures(run)
+    assert finding.name == "threads" and len(finding.found + finding.hint) < 1500
