@@ -1,4 +1,4 @@
-"""Builders of the operator tests: seeded inputs, strided views in NaN, order-revealing data, one way to run a backward."""
+"""Builders of the operator tests: seeded inputs, views in NaN, order-revealing data, one way to run a backward."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ def rope_table(width: int, positions: int) -> RopeTable:
     return RopeTable.build(1.0 / 10000.0**exponents, positions)
 
 
-def draw_keys(rows: int, *, seed: int = 7, step: int = 0, prompt: int = 0, sample: int = 0, first: int = 0) -> list[DrawKey]:
+def draw_keys(
+    rows: int, *, seed: int = 7, step: int = 0, prompt: int = 0, sample: int = 0, first: int = 0
+) -> list[DrawKey]:
     """Keys of ``rows`` consecutive positions."""
     return [DrawKey(seed, step, prompt, sample, first + row) for row in range(rows)]
 
@@ -104,7 +106,9 @@ Call = Callable[..., Tensor | tuple[Tensor, ...]]
 Named = dict[str, Tensor]
 
 
-def run(ops: Operators, call: Call, inputs: Named, *, weight: Weight | None = None, dout: Tensor | None = None) -> Named:
+def run(
+    ops: Operators, call: Call, inputs: Named, *, weight: Weight | None = None, dout: Tensor | None = None
+) -> Named:
     """Forward and backward of ``call(ops, *inputs)`` through autograd; the first output is differentiated.
 
     Inputs become leaves that keep their strides. ``dout`` is the upstream gradient, random where it is not given. The

@@ -1,5 +1,5 @@
-"""Every operator test runs on one thread and on poisoned memory: ``torch.empty`` is filled with NaN (integers with their
-largest value), so an output element that a kernel forgets to write, or a scratch element it reads unwritten, shows."""
+"""Every operator test runs on one thread and on poisoned memory: ``torch.empty`` is filled with NaN (integers with
+their largest value), so an output element that a kernel forgets to write, or scratch that it reads unwritten, shows."""
 
 from __future__ import annotations
 
