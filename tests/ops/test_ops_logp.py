@@ -248,16 +248,14 @@ def score_all(
     return ops.score(h, weight, targets, 1.0, None, layout, torch.arange(targets.numel()))
 
 
-FREED_COPY = pytest.mark.xfail(
-    strict=True, reason="the C provider reads a copy of strided targets that is already freed"
-)
+FREED_COPY = pytest.mark.xfail(strict=True, reason="the C provider reads a freed copy of strided targets")
 
 
 @pytest.mark.parametrize("name", [pytest.param("cpu", marks=FREED_COPY), "reference"])
 def test_strided_targets_are_read_where_they_lie(name: str) -> None:
     """Targets as a column of a wider table (every second id), as a caller may slice them."""
     weight, hidden = random_weight(500, 37, seed=1), bf16_randn(64, 37, seed=2)
-    layout, rows = PackedLayout((64,), (1,)), torch.arange(64)
+    layout = PackedLayout((64,), (1,))
     targets = targets_of(500, 64)
     strided = torch.stack([targets, targets.flip(0)], 1)[:, 0]
     results = []
