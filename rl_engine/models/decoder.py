@@ -17,7 +17,26 @@ from rl_engine.models.weights import ModelWeights
 from rl_engine.ops import Operators
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.rope import RopeTable
+from rl_engine.ops.sample import DrawKey
+from rl_engine.ops.sample.retained import retained_mask
+from rl_engine.ops.selected_logp import inverse_temperature
 from rl_engine.ops.weight import Weight
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """Next tokens of R samples.
+
+    Attributes:
+        tokens: int64 [R].
+        logprobs: fp32 [R], at the temperature and over the retained set: what the trainer must reproduce.
+        mask: packed bits uint8 [R, ceil(V / 8)] of the retained set, or None where every column existed.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    mask: Tensor | None
+
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q_TND, k_TND, v_TND) -> out_TND
 
@@ -133,6 +152,20 @@ class Decoder:
         sizes = [self.config.heads * d, self.config.kv_heads * d, self.config.kv_heads * d]
         q, k, v = (part.unflatten(1, (-1, d)) for part in qkv.split(sizes, dim=1))
         return q, k, v
+
+    def draw(self, hidden: Tensor, temperature: float, top_k: int, top_p: float, keys: list[DrawKey]) -> Drawn:
+        """Draws the token after each row of hidden bf16 [R, H]; one key a row, all of one seed and step."""
+        z = self.ops.logits(hidden, self.weights.head)
+        inv_t = inverse_temperature(temperature)
+        mask = retained_mask(z, inv_t, top_k, top_p)
+        tokens = self.ops.draw(z, inv_t, mask, keys)
+        logprobs, _ = self.ops.logp_from_logits(z, tokens, temperature, mask)
+        return Drawn(tokens, logprobs, mask)
+
+    def raw_logprobs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """fp32 [R]: log-probability of tokens int64 [R] at temperature 1 over the whole vocabulary."""
+        logprobs, _ = self.ops.logp_from_logits(self.ops.logits(hidden, self.weights.head), tokens, 1.0, None)
+        return logprobs
 
     def hidden_packed(self, ids: Tensor, layout: PackedLayout, recompute: bool = False) -> Tensor:
         """bf16 [T, H] of whole samples: the training and scoring form."""

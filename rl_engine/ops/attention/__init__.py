@@ -25,18 +25,36 @@ from rl_engine.ops.attention.paged import PagedBatch, PagedCache
 from rl_engine.ops.layout import PackedLayout
 
 
+Runs = tuple[tuple[int, int, int], ...]  # (sample, first position, count), ascending
+
+
 class AttentionProvider:
     """Kernels over pages (forward) and packed samples (backward)."""
 
-    def forward_packed(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
-        """(out bf16 [T, heads, D], LSE fp32 [T, heads])."""
-        raise AssertionError("a provider defines forward_packed")
+    def forward_runs(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, runs: Runs) -> tuple[Tensor, Tensor]:
+        """(out bf16 [Q, heads, D], LSE fp32 [Q, heads]) of the queries of ``runs``, q bf16 [Q, heads, D] in their order.
 
-    def backward_packed(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: PackedLayout
+        k and v bf16 [T, kv_heads, D] are whole samples in the layout's order.
+        """
+        raise AssertionError("a provider defines forward_runs")
+
+    def delta(self, dout: Tensor, out: Tensor) -> Tensor:
+        """fp32 [Q, heads]: tree(fl(dO O)) over D."""
+        raise AssertionError("a provider defines delta")
+
+    def backward_runs(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        layout: PackedLayout,
+        runs: Runs,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) bf16, contiguous."""
-        raise AssertionError("a provider defines backward_packed")
+        """(dq, dk, dv) bf16 of the tokens of ``runs``, in their order; every input holds whole samples."""
+        raise AssertionError("a provider defines backward_runs")
 
     def cached(self, q: Tensor, k: Tensor, v: Tensor, cache: PagedCache, layer: int, batch: PagedBatch) -> Tensor:
         """Stores k, v into the cache, then attends every query of the batch to all of its sample so far."""
@@ -45,11 +63,43 @@ class AttentionProvider:
     def new_cache(self, layers: int, kv_heads: int, width: int, pages: int, page: int) -> PagedCache:
         return PagedCache(layers, kv_heads, width, pages, page)
 
+    def forward_packed(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+        """(out bf16 [T, heads, D], LSE fp32 [T, heads]) of whole samples."""
+        return self.forward_runs(q, k, v, layout, whole_runs(layout))
+
+    def backward_packed(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: PackedLayout
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) bf16 of whole samples."""
+        return self.backward_runs(dout, q, k, v, lse, self.delta(dout, out), layout, whole_runs(layout))
+
     def packed(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
         """Training and scoring: every sample attends to itself."""
         if not torch.is_grad_enabled():
             return self.forward_packed(q, k, v, layout)[0]
         return _Attention.apply(q, k, v, layout, self)
+
+
+def whole_runs(layout: PackedLayout) -> Runs:
+    """One run a sample."""
+    return tuple((sample, 0, length) for sample, length in enumerate(layout.lengths))
+
+
+def run_rows(layout: PackedLayout, runs: Runs) -> Tensor:
+    """int64: places of the runs' tokens in the joined row."""
+    offsets = layout.offsets.tolist()
+    nothing = torch.empty(0, dtype=torch.int64)
+    return torch.cat([nothing, *(torch.arange(n) + offsets[sample] + first for sample, first, n in runs)])
+
+
+def block_runs(runs: Runs, block: int) -> Tensor:
+    """int64 [n, 3]: the runs, cut at every multiple of ``block``."""
+    pieces = [
+        (sample, start, min(start // block * block + block, first + count) - start)
+        for sample, first, count in runs
+        for start in [first, *range((first // block + 1) * block, first + count, block)]
+    ]
+    return torch.tensor(pieces, dtype=torch.int64).view(-1, 3)
 
 
 class _Attention(torch.autograd.Function):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from rl_engine.numerics.contract import Contract
-from rl_engine.ops.attention import AttentionProvider
-from rl_engine.ops.attention.paged import PagedBatch, PagedCache, packed_batch
+from rl_engine.ops.attention import AttentionProvider, Runs, block_runs, run_rows
+from rl_engine.ops.attention.paged import PagedBatch, PagedCache, packed_batch, run_batch
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.library import load
 
@@ -41,31 +41,52 @@ def _store(k: Tensor, v: Tensor, slots: Tensor, k_pages: Tensor, v_pages: Tensor
 
 
 class CpuAttention(AttentionProvider):
-    def forward_packed(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
-        batch = packed_batch(layout, BLOCK)
+    def forward_runs(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, runs: Runs) -> tuple[Tensor, Tensor]:
         pages = sum(-(-length // BLOCK) for length in layout.lengths)
         k_pages = torch.empty(pages, k.shape[1], k.shape[2], BLOCK, dtype=torch.bfloat16)
         v_pages = torch.empty(pages, k.shape[1], BLOCK, k.shape[2], dtype=torch.bfloat16)
-        _store(k, v, batch.slots, k_pages, v_pages, BLOCK)
+        _store(k, v, packed_batch(layout, BLOCK).slots, k_pages, v_pages, BLOCK)
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
-        return _attend(q, k_pages, v_pages, batch, BLOCK, lse), lse
+        if not runs:
+            return torch.empty_like(q), lse
+        return _attend(q, k_pages, v_pages, run_batch(layout, BLOCK, runs), BLOCK, lse), lse
 
     def cached(self, q: Tensor, k: Tensor, v: Tensor, cache: PagedCache, layer: int, batch: PagedBatch) -> Tensor:
         _store(k, v, batch.slots, cache.k[layer], cache.v[layer], cache.page)
         return _attend(q, cache.k[layer], cache.v[layer], batch, cache.page, None)
 
-    def backward_packed(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: PackedLayout
+    def delta(self, dout: Tensor, out: Tensor) -> Tensor:
+        _check(dout)
+        _check(out)
+        delta = torch.empty(out.shape[:2], dtype=torch.float32)
+        load().rlk_attention_delta(
+            *(out.shape[0], out.shape[1], out.shape[2], out.data_ptr(), out.stride(0)),
+            *(dout.data_ptr(), dout.stride(0), delta.data_ptr()),
+        )
+        return delta
+
+    def backward_runs(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        layout: PackedLayout,
+        runs: Runs,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        for x in (dout, q, k, v, out):
+        for x in (dout, q, k, v):
             _check(x)
         dq, dk, dv = (torch.empty(x.shape, dtype=torch.bfloat16) for x in (q, k, v))
-        delta = torch.empty_like(lse)
-        items = layout.blocks(BLOCK)
+        items = block_runs(runs, BLOCK)
         load().rlk_attention_backward(
-            *(q.shape[0], q.shape[1], k.shape[1], q.shape[2], q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0)),
-            *(v.data_ptr(), v.stride(0), out.data_ptr(), out.stride(0), dout.data_ptr(), dout.stride(0)),
-            *(lse.data_ptr(), delta.data_ptr(), layout.offsets.data_ptr(), items.shape[0], items.data_ptr()),
+            *(q.shape[1], k.shape[1], q.shape[2], q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0)),
+            *(v.data_ptr(), v.stride(0), dout.data_ptr(), dout.stride(0), lse.data_ptr(), delta.data_ptr()),
+            *(layout.offsets.data_ptr(), items.shape[0], items.data_ptr()),
             *(q.shape[2] ** -0.5, dq.data_ptr(), dk.data_ptr(), dv.data_ptr()),
         )
-        return dq, dk, dv
+        if sum(count for _, _, count in runs) == q.shape[0]:
+            return dq, dk, dv
+        rows = run_rows(layout, runs)
+        return dq[rows], dk[rows], dv[rows]

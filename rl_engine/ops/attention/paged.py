@@ -98,12 +98,26 @@ class PagedCache:
         return PagedBatch.build([self._tables[handle] for handle in handles], starts, counts, self.page)
 
 
-@functools.lru_cache(maxsize=8)
-def packed_batch(layout: PackedLayout, page: int) -> PagedBatch:
-    """Whole samples as a batch over pages of their own, numbered in order."""
+def _own_tables(layout: PackedLayout, page: int) -> list[list[int]]:
+    """Pages of each sample, numbered in order."""
     tables, used = [], 0
     for length in layout.lengths:
         pages = -(-length // page)
         tables.append(list(range(used, used + pages)))
         used += pages
+    return tables
+
+
+@functools.lru_cache(maxsize=8)
+def packed_batch(layout: PackedLayout, page: int) -> PagedBatch:
+    """Whole samples as a batch over pages of their own."""
+    tables = _own_tables(layout, page)
     return PagedBatch.build(tables, [0] * len(tables), list(layout.lengths), page)
+
+
+@functools.lru_cache(maxsize=8)
+def run_batch(layout: PackedLayout, page: int, runs: tuple[tuple[int, int, int], ...]) -> PagedBatch:
+    """Runs (sample, first position, count) of queries over the pages of :func:`packed_batch`."""
+    tables = _own_tables(layout, page)
+    starts, counts = [first for _, first, _ in runs], [count for _, _, count in runs]
+    return PagedBatch.build([tables[sample] for sample, _, _ in runs], starts, counts, page)

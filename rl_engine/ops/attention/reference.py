@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_engine.numerics.contract import Contract
-from rl_engine.ops.attention import AttentionProvider
+from rl_engine.ops.attention import AttentionProvider, Runs, run_rows
 from rl_engine.ops.attention.paged import PagedBatch, PagedCache
 from rl_engine.ops.functions import chain256_gemm, chain_gemm, exp, f32, log, tree_sum
 from rl_engine.ops.layout import PackedLayout
@@ -82,11 +82,15 @@ class ReferenceAttention(AttentionProvider):
             out[:, head] = values.bfloat16()
         return out, lse
 
-    def forward_packed(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
-        lengths = list(layout.lengths)
-        parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-        results = [self._sample(qs, ks, vs, 0) for qs, ks, vs in parts]
-        return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
+    def forward_runs(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, runs: Runs) -> tuple[Tensor, Tensor]:
+        offsets, done, results = layout.offsets.tolist(), 0, []
+        for sample, first, count in runs:
+            keys = slice(offsets[sample], offsets[sample] + first + count)
+            results.append(self._sample(q[done : done + count], k[keys], v[keys], first))
+            done += count
+        nothing = (torch.empty_like(q[:0]), torch.empty(0, q.shape[1]))
+        outs, lses = zip(nothing, *results, strict=True)
+        return torch.cat(outs), torch.cat(lses)
 
     def cached(self, q: Tensor, k: Tensor, v: Tensor, cache: PagedCache, layer: int, batch: PagedBatch) -> Tensor:
         pages, slots = batch.slots // cache.page, batch.slots % cache.page
@@ -102,11 +106,21 @@ class ReferenceAttention(AttentionProvider):
             results.append(self._sample(q[first : first + rows], keys, values, start)[0])
         return torch.cat(results)
 
-    def backward_packed(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: PackedLayout
+    def delta(self, dout: Tensor, out: Tensor) -> Tensor:
+        return tree_sum(dout.float() * out.float())
+
+    def backward_runs(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        layout: PackedLayout,
+        runs: Runs,
     ) -> tuple[Tensor, Tensor, Tensor]:
         group = q.shape[1] // k.shape[1]
-        delta = tree_sum(dout.float() * out.float())
         dq, dk, dv = (torch.empty(x.shape, dtype=torch.bfloat16) for x in (q, k, v))
         bounds = layout.offsets.tolist()
         for first, last in itertools.pairwise(bounds):
@@ -121,7 +135,8 @@ class ReferenceAttention(AttentionProvider):
                     )
                 dk[part, kv] = (sums_k * f32(q.shape[2] ** -0.5)).bfloat16()
                 dv[part, kv] = sums_v.bfloat16()
-        return dq, dk, dv
+        rows = run_rows(layout, runs)
+        return dq[rows], dk[rows], dv[rows]
 
     def _head_backward(
         self, q: Tensor, do: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, sums_k: Tensor, sums_v: Tensor

@@ -13,7 +13,7 @@ typedef struct {
     const float *lse;
     float *delta; /* [tokens][heads] */
     const i64 *offsets;
-    const i64 *items; /* [items][2]: sequence, first position of the block */
+    const i64 *items; /* [items][3]: sequence, first position, count; a run of at most 64 inside one block */
     float c;
     bf16 *dq, *dk, *dv; /* contiguous */
 } backward;
@@ -110,13 +110,13 @@ static void delta_body(void *context, i64 token, int thread) {
     }
 }
 
-/* item: (query block, query head). */
+/* item: (run of queries, query head). */
 static void dq_body(void *context, i64 item, int thread) {
     (void)thread;
     const backward *g = context;
     i64 block = item / g->heads, head = item % g->heads, kv_head = head / (g->heads / g->kv_heads), width = g->width;
-    i64 sequence = g->items[2 * block], first = g->items[2 * block + 1], begin = g->offsets[sequence];
-    i64 length = g->offsets[sequence + 1] - begin, queries = length - first < BLOCK ? length - first : BLOCK;
+    i64 sequence = g->items[3 * block], first = g->items[3 * block + 1], begin = g->offsets[sequence];
+    i64 length = g->offsets[sequence + 1] - begin, queries = g->items[3 * block + 2];
     size_t transposed = (size_t)(2 * width * RLK_PANEL), straight = (size_t)(panels_of(width) * BLOCK * RLK_PANEL);
     float *k_t = rlk_scratch(0, transposed * sizeof(float)), *v_t = rlk_scratch(1, transposed * sizeof(float));
     float *k_s = rlk_scratch(2, straight * sizeof(float)), *q = rlk_scratch(3, (size_t)(2 * BLOCK * width) * sizeof(float));
@@ -142,13 +142,13 @@ static void dq_body(void *context, i64 item, int thread) {
     store_scaled(acc, queries, width, g->c, g->dq + ((begin + first) * g->heads + head) * width, g->heads * width);
 }
 
-/* item: (key block, KV head). */
+/* item: (run of keys, KV head); query blocks keep their places whatever the run. */
 static void dkv_body(void *context, i64 item, int thread) {
     (void)thread;
     const backward *g = context;
     i64 block = item / g->kv_heads, kv_head = item % g->kv_heads, group = g->heads / g->kv_heads, width = g->width;
-    i64 sequence = g->items[2 * block], key = g->items[2 * block + 1], begin = g->offsets[sequence];
-    i64 length = g->offsets[sequence + 1] - begin, keys = length - key < BLOCK ? length - key : BLOCK;
+    i64 sequence = g->items[3 * block], key = g->items[3 * block + 1], begin = g->offsets[sequence];
+    i64 length = g->offsets[sequence + 1] - begin, keys = g->items[3 * block + 2];
     size_t transposed = (size_t)(2 * width * RLK_PANEL), straight = (size_t)(panels_of(width) * BLOCK * RLK_PANEL);
     float *k_t = rlk_scratch(0, transposed * sizeof(float)), *v_t = rlk_scratch(1, transposed * sizeof(float));
     float *q_s = rlk_scratch(2, 2 * straight * sizeof(float)), *dout_s = q_s + straight;
@@ -159,7 +159,7 @@ static void dkv_body(void *context, i64 item, int thread) {
     load_transposed(g->k + (begin + key) * g->k_token + kv_head * width, g->k_token, keys, width, k_t);
     load_transposed(g->v + (begin + key) * g->v_token + kv_head * width, g->v_token, keys, width, v_t);
     for (i64 head = kv_head * group; head < (kv_head + 1) * group; head++)
-        for (i64 first = key; first < length; first += BLOCK) {
+        for (i64 first = key / BLOCK * BLOCK; first < length; first += BLOCK) {
             i64 queries = length - first < BLOCK ? length - first : BLOCK;
             const bf16 *q_from = g->q + (begin + first) * g->q_token + head * width;
             const bf16 *dout_from = g->dout + (begin + first) * g->dout_token + head * width;
@@ -177,16 +177,21 @@ static void dkv_body(void *context, i64 item, int thread) {
     store_scaled(dv, keys, width, 1.0f, g->dv + ((begin + key) * g->kv_heads + kv_head) * width, g->kv_heads * width);
 }
 
-/* dq, dk, dv of packed samples; item_list holds every (sequence, block start) pair; delta is scratch [tokens][heads]. */
-void rlk_attention_backward(i64 tokens, i64 heads, i64 kv_heads, i64 width, const bf16 *q, i64 q_token, const bf16 *k,
-                            i64 k_token, const bf16 *v, i64 v_token, const bf16 *out, i64 out_token, const bf16 *dout,
-                            i64 dout_token, const float *lse, float *delta, const i64 *offsets, i64 items,
-                            const i64 *item_list, float c, bf16 *dq, bf16 *dk, bf16 *dv) {
-    backward g = {.heads = heads, .kv_heads = kv_heads, .width = width, .q_token = q_token, .k_token = k_token,
-                  .v_token = v_token, .out_token = out_token, .dout_token = dout_token, .q = q, .k = k, .v = v,
-                  .out = out, .dout = dout, .lse = lse, .delta = delta, .offsets = offsets, .items = item_list, .c = c,
-                  .dq = dq, .dk = dk, .dv = dv};
+/* delta[tokens][heads] = tree(fl(dO O)). */
+void rlk_attention_delta(i64 tokens, i64 heads, i64 width, const bf16 *out, i64 out_token, const bf16 *dout,
+                         i64 dout_token, float *delta) {
+    backward g = {.heads = heads, .width = width, .out_token = out_token, .dout_token = dout_token, .out = out,
+                  .dout = dout, .delta = delta};
     rlk_parallel(delta_body, &g, tokens);
+}
+
+/* Rows of dq, dk, dv that the items name, of packed samples whose q, k, v, dO, LSE and delta are whole. */
+void rlk_attention_backward(i64 heads, i64 kv_heads, i64 width, const bf16 *q, i64 q_token, const bf16 *k, i64 k_token,
+                            const bf16 *v, i64 v_token, const bf16 *dout, i64 dout_token, const float *lse, float *delta,
+                            const i64 *offsets, i64 items, const i64 *item_list, float c, bf16 *dq, bf16 *dk, bf16 *dv) {
+    backward g = {.heads = heads, .kv_heads = kv_heads, .width = width, .q_token = q_token, .k_token = k_token,
+                  .v_token = v_token, .dout_token = dout_token, .q = q, .k = k, .v = v, .dout = dout, .lse = lse,
+                  .delta = delta, .offsets = offsets, .items = item_list, .c = c, .dq = dq, .dk = dk, .dv = dv};
     rlk_parallel(dq_body, &g, items * heads);
     rlk_parallel(dkv_body, &g, items * kv_heads);
 }

@@ -96,6 +96,16 @@ void rlk_logp_groups(i64 rows, i64 first_column, i64 columns, i64 vocabulary, i6
     rlk_parallel(logp_body, &g, rows);
 }
 
+/* Merges the states [groups][rows] of whole groups into (m, l, w)[rows], groups ascending. */
+void rlk_logp_merge(i64 rows, i64 groups, const float *group_m, const float *group_l, const float *group_w, float *m,
+                    float *l, float *w) {
+    for (i64 group = 0; group < groups; group++)
+        for (i64 row = 0; row < rows; row++) {
+            i64 at = group * rows + row;
+            merge(m + row, l + row, w + row, group_m[at], group_l[at], group_w[at]);
+        }
+}
+
 /* logp = fl(fl(zs_y - m) - log l); entropy = fl(fl(m + log l) - fl(w / l)). */
 void rlk_logp_finish(i64 rows, const float *m, const float *l, const float *w, const float *zs_target, float *logp_out,
                      float *entropy) {
@@ -155,13 +165,14 @@ static inline uint32_t philox(uint32_t k0, uint32_t k1, uint32_t c0, uint32_t c1
 }
 
 typedef struct {
-    i64 vocabulary, z_row, mask_row;
+    i64 first_column, columns, z_row, mask_row;
     const float *z;
     float inv_t;
     const uint8_t *mask;
     uint32_t seed, step;
     const uint32_t *counters; /* [rows][3]: position, sample, prompt */
     i64 *token;
+    float *score;
 } sample;
 
 #define SAMPLE_CHUNK 1024
@@ -175,28 +186,32 @@ static void sample_body(void *context, i64 row, int thread) {
     uint32_t seed = g->seed, step = g->step;
     float best = -INFINITY, score[SAMPLE_CHUNK];
     i64 chosen = -1;
-    for (i64 start = 0; start < g->vocabulary; start += SAMPLE_CHUNK) {
-        int count = (int)(g->vocabulary - start < SAMPLE_CHUNK ? g->vocabulary - start : SAMPLE_CHUNK);
+    for (i64 start = 0; start < g->columns; start += SAMPLE_CHUNK) {
+        int count = (int)(g->columns - start < SAMPLE_CHUNK ? g->columns - start : SAMPLE_CHUNK);
+        i64 column = g->first_column + start;
         for (int i = 0; i < count; i++) {
-            uint32_t x = philox(seed, step, (uint32_t)(start + i), position, number, prompt);
+            uint32_t x = philox(seed, step, (uint32_t)(column + i), position, number, prompt);
             float u = (float)(((double)x + 0.5) * 2.3283064365386963e-10);
             u = u > 0.99999994f ? 0.99999994f : u;
             score[i] = z[start + i] * g->inv_t - rlk_log(-rlk_log1p(-u));
         }
         for (int i = 0; i < count; i++)
-            if (exists(mask, start + i) && (score[i] > best || chosen < 0)) {
+            if (exists(mask, column + i) && (score[i] > best || chosen < 0)) {
                 best = score[i];
-                chosen = start + i;
+                chosen = column + i;
             }
     }
     g->token[row] = chosen;
+    g->score[row] = chosen < 0 ? -INFINITY : best;
 }
 
 /* Exact draw: argmax over existing columns of fl(zs - log E), E = -log1p(-u), u from Philox keyed by (seed, step) and
- * (token, position, sample, prompt); ties to the lowest id. */
-void rlk_sample(i64 rows, i64 vocabulary, const float *z, i64 z_row, float inv_t, const uint8_t *mask, i64 mask_row,
-                uint32_t seed, uint32_t step, const uint32_t *counters, i64 *token) {
-    sample g = {.vocabulary = vocabulary, .z_row = z_row, .mask_row = mask_row, .z = z, .inv_t = inv_t, .mask = mask,
-                .seed = seed, .step = step, .counters = counters, .token = token};
+ * (token, position, sample, prompt); ties to the lowest id. z holds columns from first_column on; the token is -1 where
+ * none of them exists. */
+void rlk_sample(i64 rows, i64 first_column, i64 columns, const float *z, i64 z_row, float inv_t, const uint8_t *mask,
+                i64 mask_row, uint32_t seed, uint32_t step, const uint32_t *counters, i64 *token, float *score) {
+    sample g = {.first_column = first_column, .columns = columns, .z_row = z_row, .mask_row = mask_row, .z = z,
+                .inv_t = inv_t, .mask = mask, .seed = seed, .step = step, .counters = counters, .token = token,
+                .score = score};
     rlk_parallel(sample_body, &g, rows);
 }

@@ -34,9 +34,20 @@ class DrawKey:
 
 
 class SampleProvider:
+    def best(
+        self, z: Tensor, first: int, inv_t: float, mask: Tensor | None, keys: list[DrawKey]
+    ) -> tuple[Tensor, Tensor]:
+        """(score fp32 [R], token id int64 [R]) of the winner among columns ``first`` ... of logits z fp32 [R, n].
+
+        ``mask`` covers the whole vocabulary, as in ``selected_logp``; the id is -1 and the score -inf where no column of
+        z exists. All keys share seed and step. A vocabulary in several pieces draws by the highest score, ties to the
+        lowest id, so shards only exchange (score, id).
+        """
+        raise AssertionError("a provider defines best")
+
     def draw(self, z: Tensor, inv_t: float, mask: Tensor | None, keys: list[DrawKey]) -> Tensor:
-        """Token ids int64 [R] from logits z fp32 [R, V]; mask as in ``selected_logp``. All keys share seed and step."""
-        raise AssertionError("a provider defines draw")
+        """Token ids int64 [R] from all logits z fp32 [R, V]."""
+        return self.best(z, 0, inv_t, mask, keys)[1]
 
 
 def counters(keys: list[DrawKey]) -> tuple[int, int, Tensor]:

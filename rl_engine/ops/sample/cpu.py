@@ -10,12 +10,15 @@ from rl_engine.ops.sample import DrawKey, SampleProvider, counters
 
 
 class CpuSample(SampleProvider):
-    def draw(self, z: Tensor, inv_t: float, mask: Tensor | None, keys: list[DrawKey]) -> Tensor:
+    def best(
+        self, z: Tensor, first: int, inv_t: float, mask: Tensor | None, keys: list[DrawKey]
+    ) -> tuple[Tensor, Tensor]:
         assert z.stride(1) == 1 and z.shape[0] == len(keys)
         seed, step, words = counters(keys)
-        tokens = torch.empty(len(keys), dtype=torch.int64)
+        tokens, scores = torch.empty(len(keys), dtype=torch.int64), torch.empty(len(keys))
         load().rlk_sample(
-            *(z.shape[0], z.shape[1], z.data_ptr(), z.stride(0), inv_t, None if mask is None else mask.data_ptr()),
-            *(0 if mask is None else mask.shape[1], seed, step, words.data_ptr(), tokens.data_ptr()),
+            *(z.shape[0], first, z.shape[1], z.data_ptr(), z.stride(0), inv_t),
+            *(None if mask is None else mask.data_ptr(), 0 if mask is None else mask.shape[1]),
+            *(seed, step, words.data_ptr(), tokens.data_ptr(), scores.data_ptr()),
         )
-        return tokens
+        return scores, tokens

@@ -33,16 +33,21 @@ def philox_first_word(key: tuple[int, int], counter: tuple[Tensor, int, int, int
 
 
 class ReferenceSample(SampleProvider):
-    def draw(self, z: Tensor, inv_t: float, mask: Tensor | None, keys: list[DrawKey]) -> Tensor:
+    def best(
+        self, z: Tensor, first: int, inv_t: float, mask: Tensor | None, keys: list[DrawKey]
+    ) -> tuple[Tensor, Tensor]:
         zs = z * f32(inv_t)
-        ids = torch.arange(z.shape[1])
-        exists = None if mask is None else unpack_mask(mask, 0, z.shape[1])
-        tokens = []
+        ids = torch.arange(first, first + z.shape[1])
+        exists = None if mask is None else unpack_mask(mask, first, first + z.shape[1])
+        scores, tokens = [], []
         for row, key in enumerate(keys):
             x = philox_first_word((key.seed, key.step), (ids, key.position, key.sample, key.prompt))
             u = ((x.double() + 0.5) * 2.0**-32).float().clamp(max=1.0 - 2.0**-24)
             score = zs[row] - log(-log1p(-u))
             if exists is not None:
                 score = score.masked_fill(~exists[row], -torch.inf)
-            tokens.append(int((score == score.max()).nonzero()[0]))
-        return torch.tensor(tokens, dtype=torch.int64)
+            best = score.max() if score.numel() else torch.tensor(-torch.inf)
+            found = (score == best).nonzero() if best > -torch.inf else ids.new_empty(0, 1)
+            scores.append(float(best))
+            tokens.append(int(ids[found[0]]) if found.numel() else -1)
+        return torch.tensor(scores, dtype=torch.float32), torch.tensor(tokens, dtype=torch.int64)

@@ -82,6 +82,10 @@ class LogpProvider:
         """Merges whole groups, logits z fp32 [T, n] of columns from ``first``, into ``state``."""
         raise AssertionError("a provider defines merge_columns")
 
+    def merge_groups(self, m: Tensor, l: Tensor, w: Tensor, state: LogpState) -> None:
+        """Merges group states fp32 [groups, T], groups ascending, into ``state``."""
+        raise AssertionError("a provider defines merge_groups")
+
     def finish(self, state: LogpState) -> tuple[Tensor, Tensor]:
         """(logp, entropy), fp32 [T]."""
         raise AssertionError("a provider defines finish")

@@ -34,6 +34,13 @@ class CpuLogp(LogpProvider):
             *(state.m.data_ptr(), state.l.data_ptr(), state.w.data_ptr(), state.zs_target.data_ptr()),
         )
 
+    def merge_groups(self, m: Tensor, l: Tensor, w: Tensor, state: LogpState) -> None:
+        m, l, w = m.contiguous(), l.contiguous(), w.contiguous()
+        load().rlk_logp_merge(
+            *(m.shape[1], m.shape[0], m.data_ptr(), l.data_ptr(), w.data_ptr()),
+            *(state.m.data_ptr(), state.l.data_ptr(), state.w.data_ptr()),
+        )
+
     def finish(self, state: LogpState) -> tuple[Tensor, Tensor]:
         logp, entropy = torch.empty_like(state.m), torch.empty_like(state.m)
         load().rlk_logp_finish(

@@ -71,6 +71,12 @@ class ReferenceLogp(LogpProvider):
         none = m == -torch.inf
         return m, torch.where(none, f32(0.0), l), torch.where(none, f32(0.0), w)
 
+    def merge_groups(self, m: Tensor, l: Tensor, w: Tensor, state: LogpState) -> None:
+        total: Stats = (state.m, state.l, state.w)
+        for group in zip(m, l, w, strict=True):
+            total = _merge(total, group)
+        state.m, state.l, state.w = total
+
     def finish(self, state: LogpState) -> tuple[Tensor, Tensor]:
         log_l = log(state.l)
         return (state.zs_target - state.m) - log_l, (state.m + log_l) - state.w / state.l

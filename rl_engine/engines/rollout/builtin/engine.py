@@ -20,8 +20,6 @@ from rl_engine.models.decoder import Decoder
 from rl_engine.models.weights import ModelWeights
 from rl_engine.ops import Operators
 from rl_engine.ops.sample import DrawKey
-from rl_engine.ops.sample.retained import retained_mask
-from rl_engine.ops.selected_logp import inverse_temperature
 
 Progress = Callable[[int, int], None]  # (finished samples, all samples)
 
@@ -122,7 +120,6 @@ class _Generation:
         progress: Progress | None,
     ) -> None:
         self.engine, self.step, self.sampling, self.progress = engine, step, sampling, progress
-        self.inv_t = inverse_temperature(sampling.temperature)
         self.waiting = list(reversed(list(enumerate(requests))))
         self.order: dict[int, int] = {}
         self.active: list[_Active] = []
@@ -168,15 +165,13 @@ class _Generation:
             self._draw(ready, hidden[torch.tensor(rows)])
 
     def _draw(self, ready: list[_Active], hidden: Tensor) -> None:
-        ops, sampling = self.engine.ops, self.sampling
+        sampling = self.sampling
         vocabulary = self.engine.weights.config.vocabulary
-        z = ops.logits(hidden, self.engine.weights.head)
-        mask = retained_mask(z, self.inv_t, sampling.top_k, sampling.top_p)
         keys = [DrawKey(sampling.seed, self.step, a.request.prompt, a.request.sample, len(a.tokens)) for a in ready]
-        tokens = ops.draw(z, self.inv_t, mask, keys)
-        logprobs, _ = ops.logp_from_logits(z, tokens, sampling.temperature, mask)
-        bits = None if mask is None else mask.numpy()
-        for row, (active, token, logprob) in enumerate(zip(ready, tokens.tolist(), logprobs.tolist(), strict=True)):
+        drawn = self.engine.decoder.draw(hidden, sampling.temperature, sampling.top_k, sampling.top_p, keys)
+        bits = None if drawn.mask is None else drawn.mask.numpy()
+        tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
+        for row, (active, token, logprob) in enumerate(zip(ready, tokens, logprobs, strict=True)):
             active.tokens.append(token)
             active.logprobs.append(logprob)
             if bits is not None:
