@@ -1,0 +1,57 @@
+"""Every benchmark runs from its command line to its JSON, on a model small enough to say nothing about speed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as bench
+from benchmarks.measure import SCHEMA, Case, Timing, in_turns
+
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+SMALL |= {"head_dim": 32, "vocab_size": 1500, "num_hidden_layers": 1}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, compute_threads: int) -> int:
+    from benchmarks import workload
+
+    monkeypatch.setattr(workload, "DEMO_SHAPE", {**workload.DEMO_SHAPE, **SMALL})
+    monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+    return compute_threads
+
+
+@pytest.mark.parametrize(
+    ("name", "contestants"),
+    [
+        ("ops", {"native", "consistency"}),
+        ("train", {"native", "consistency"}),
+        ("rollout", {"native", "consistency", "transformers"}),
+    ],
+)
+def test_benchmark_writes_its_json(small: int, tmp_path: Path, name: str, contestants: set[str]) -> None:
+    out = tmp_path / "results" / "out.json"
+    assert bench.main([name, "--rounds", "1", "--layers", "1", "--threads", str(small), "--out", str(out)]) == 0
+    body = json.loads(out.read_text())
+    assert (body["schema"], body["benchmark"], body["about"]["threads"]) == (SCHEMA, name, small)
+    assert len(body["cases"]) >= 5
+    for case in body["cases"]:
+        assert set(case["times"]) == contestants
+        assert all(times["median"] > 0 and len(times["seconds"]) == 1 for times in case["times"].values())
+        assert all(case["speed"][other] > 0 for other in contestants - {"native"})
+
+
+def test_contestants_take_turns() -> None:
+    order: list[str] = []
+    timings = in_turns({"native": lambda: order.append("a"), "other": lambda: order.append("b")}, 3)
+    assert order == list("ab" + "ababab")
+    assert all(len(timing.seconds) == 3 for timing in timings.values())
+
+
+def test_speed_is_relative_to_native() -> None:
+    case = Case("x", 100, "tokens", {"native": Timing([4.0, 2.0, 2.0]), "consistency": Timing([1.0, 1.0, 9.0])})
+    assert case.speed("consistency") == 2.0
+    assert case.record()["times"]["consistency"]["per_second"] == 100.0
