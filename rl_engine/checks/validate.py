@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from rl_engine.records.writer import RunWriter
 # A run in one of these states may still be written by its orchestrator: validation then only looks.
 _LIVE = ("planned", "running")
 _RESCORE_SECONDS = 6 * 3600
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_validation(run_dir: Path | str) -> list[Finding]:
@@ -115,7 +117,8 @@ def conclusions(evidence: RunEvidence, findings: Sequence[Finding]) -> tuple[tup
 def rescore_finding(run_dir: Path | str, step: int) -> Finding:
     """Recompute one step's logprobs in a fresh process and compare them as bits with the recorded ones.
 
-    The child is this interpreter, never a path out of the run directory, and is given arguments as a list.
+    The child is this interpreter with this package, never a path out of the run directory; ``-P`` keeps modules in the
+    working directory (which may be a stranger's run) out of its reach.
     """
     expected = f"the recorded train logprobs of step {step}, bit for bit"
     reader = RunReader(run_dir)
@@ -123,10 +126,17 @@ def rescore_finding(run_dir: Path | str, step: int) -> Finding:
         batch = reader.samples(step)
         with tempfile.TemporaryDirectory(prefix="rlk-rescore-") as folder:
             out = Path(folder) / "rescore.safetensors"
-            command = [sys.executable, "-m", "rl_engine.engines.train.rescore", "--run-dir", str(reader.run_dir)]
+            command = [sys.executable, "-P", "-m", "rl_engine.engines.train.rescore", "--run-dir", str(reader.run_dir)]
             command += ["--step", str(step), "--out", str(out)]
+            inherited = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_PACKAGE_ROOT), *inherited])}
             done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_RESCORE_SECONDS, check=False
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_RESCORE_SECONDS,
+                check=False,
+                env=environment,
             )
             if done.returncode != 0:
                 lines = done.stderr.decode("utf-8", "replace").strip().splitlines()

@@ -17,7 +17,7 @@ from tests.helpers.synthetic_run import make_run
 
 def child(logprob: np.ndarray) -> object:
     def run(command: list[str], **options: object) -> subprocess.CompletedProcess[bytes]:
-        assert command[1:3] == ["-m", "rl_engine.engines.train.rescore"]
+        assert command[1:4] == ["-P", "-m", "rl_engine.engines.train.rescore"]
         out = Path(command[command.index("--out") + 1])
         out.write_bytes(safetensors.numpy.save({"train_logprob": logprob}))
         return subprocess.CompletedProcess(command, 0, b"", b"")

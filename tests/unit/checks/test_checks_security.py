@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -136,4 +137,14 @@ def test_rescore_runs_this_interpreter_with_a_list(run: Path, monkeypatch: pytes
     finding = rescore_finding(run, 0)
     assert finding.status == "FAIL" and "found nothing" in finding.found
     # The plan's own interpreter path comes with the directory and is never executed.
-    assert seen[0][0] == __import__("sys").executable and "python" not in seen[0]
+    assert seen[0][0] == sys.executable and "python" not in seen[0]
+
+
+def test_modules_in_the_working_directory_are_not_imported(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("torch", "numpy", "safetensors", "rl_engine"):
+        (run / f"{name}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
+    monkeypatch.chdir(run)
+    assert rescore_finding(run, 0).status == "FAIL"
+    assert not (tmp_path / "executed").exists()
