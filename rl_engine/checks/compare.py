@@ -20,6 +20,7 @@ from rl_engine.records.types import EnvironmentRecord, SampleBatch, StepRecord
 # What a rerun of the same experiment may change.
 _LABELS = ("run_id", "run_dir", "model_root", "python", "pair_id", "output_root", "paths")
 _SAMPLE_FIELDS = ("tokens", "loss_mask", "rollout_logprob", "train_logprob")
+_COMPARED = ("identities", *_SAMPLE_FIELDS, "retained sets", "rewards")
 _STEP_FIELDS = ("loss", "grad_norm_hex", "reward_mean", "entropy_mean")
 
 
@@ -115,7 +116,9 @@ def _machine(records: list[EnvironmentRecord]) -> dict[str, Any]:
     values: dict[str, set[str]] = {}
     for record in records:
         facts = {"device": record.device, "driver": str(record.driver), "python": record.python}
-        facts |= {"platform": record.platform, "qualification": str(record.qualification_digest)}
+        facts["platform"] = record.platform
+        if record.role != "driver":
+            facts["qualification"] = str(record.qualification_digest)
         facts |= {f"version {name}": version for name, version in record.versions.items()}
         for source in record.sources:
             facts[f"source {source.name}"] = f"{source.revision} {source.diff_hash or 'clean'}"
@@ -127,39 +130,47 @@ def _machine(records: list[EnvironmentRecord]) -> dict[str, Any]:
 def _sample_results(a: RunReader, b: RunReader, equal: list[str]) -> list[Difference]:
     steps_a, steps_b = a.sample_steps(), b.sample_steps()
     first: dict[str, Difference] = {}
-    names = (*_SAMPLE_FIELDS, "retained sets", "rewards", "identities")
     if steps_a != steps_b:
         first["steps"] = Difference("steps", "", str(len(steps_a)), str(len(steps_b)), 0, 0)
-    for step in sorted(set(steps_a) & set(steps_b)):
-        for difference in _batch_differences(step, a.samples(step), b.samples(step)):
+    common = sorted(set(steps_a) & set(steps_b))
+    judged = set(_COMPARED)
+    for step in common:
+        differences, here = _batch_differences(step, a.samples(step), b.samples(step))
+        judged &= here
+        for difference in differences:
             first.setdefault(difference.quantity, difference)
-    if not first:
-        equal.append(f"samples of {len(steps_a)} steps ({', '.join(names)})")
-    else:
-        equal += [f"samples: {name}" for name in names if name not in first and "samples" not in first]
+    # Only what could be compared in every common step is said to be equal.
+    shown = [name for name in _COMPARED if name in judged and name not in first]
+    if shown and common:
+        equal.append(f"samples of {len(common)} steps: {', '.join(shown)}")
     return list(first.values())
 
 
-def _batch_differences(step: int, a: SampleBatch, b: SampleBatch) -> Iterator[Difference]:
+def _batch_differences(step: int, a: SampleBatch, b: SampleBatch) -> tuple[list[Difference], set[str]]:
+    """(the first difference of each quantity, the quantities that could be compared)."""
     keys_a, keys_b = ([(s.prompt_index, s.sample_index, s.seed) for s in batch.samples] for batch in (a, b))
     if keys_a != keys_b:
         index = next((i for i, (x, y) in enumerate(zip(keys_a, keys_b, strict=False)) if x != y), len(keys_a))
         x, y = (str(keys[index]) if index < len(keys) else "none" for keys in (keys_a, keys_b))
-        yield Difference("identities", f"step {step} sample {index} (prompt, sample, seed)", x, y, 1, len(keys_a))
-        return
+        where = f"step {step} sample {index} (prompt, sample, seed)"
+        return [Difference("identities", where, x, y, 1, len(keys_a))], {"identities"}
+    found = list(_reward_difference(step, a, b))
     if not np.array_equal(a.offsets, b.offsets):
-        yield _first_token(step, a, b)
-        return
+        return [_first_token(step, a, b), *found], {"identities", "rewards", "tokens"}
     for name in _SAMPLE_FIELDS:
         result = compare_bits(getattr(a, name), getattr(b, name))
         if result.first_index is not None:
             where = f"step {step} {locate(a, result.first_index[0])}"
-            yield Difference(name, where, result.a_hex, result.b_hex, result.count, result.total)
-    yield from _retained_difference(step, a, b)
-    for index, (left, right) in enumerate(zip(a.samples, b.samples, strict=True)):
-        if left.reward.hex() != right.reward.hex():
-            yield Difference("rewards", f"step {step} sample {index}", left.reward.hex(), right.reward.hex(), 1, 0)
-            return
+            found.append(Difference(name, where, result.a_hex, result.b_hex, result.count, result.total))
+    return [*found, *_retained_difference(step, a, b)], set(_COMPARED)
+
+
+def _reward_difference(step: int, a: SampleBatch, b: SampleBatch) -> Iterator[Difference]:
+    pairs = [(left.reward.hex(), right.reward.hex()) for left, right in zip(a.samples, b.samples, strict=True)]
+    different = [index for index, (left, right) in enumerate(pairs) if left != right]
+    if different:
+        left, right = pairs[different[0]]
+        yield Difference("rewards", f"step {step} sample {different[0]}", left, right, len(different), len(pairs))
 
 
 def _first_token(step: int, a: SampleBatch, b: SampleBatch) -> Difference:
