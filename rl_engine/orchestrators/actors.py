@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import abc
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -24,18 +26,38 @@ class QualificationFailed(RuntimeError):
     """A provider's bits are not its contract's on this machine."""
 
 
-class _Worker:
-    """What both sides share: threads, the start-up proof, progress and evidence."""
+class _Worker(abc.ABC):
+    """What both sides share: threads, the start-up proof, progress and evidence.
+
+    The constructor only remembers: an error in it would reach the caller as the actor's death, without its type.
+    """
 
     side: Side
 
     def __init__(self, plan: Plan, name: str) -> None:
+        self.plan, self.name = plan, name
+        self._progress = (0, 0)
+
+    def pid(self) -> int:
+        """Id of the worker's process."""
+        return os.getpid()
+
+    def open(self) -> None:
+        """Threads, the start-up proof in consistency mode, and the engine with its weights.
+
+        Raises:
+            QualificationFailed: a provider's bits are wrong here.
+            UserError: a checkpoint that cannot be used.
+        """
         from rl_engine.engines.setup import use_threads
 
-        self.plan, self.name = plan, name
-        self.threads: ThreadSettings = use_threads(plan)
-        self.qualification = self._prove() if plan.mode == "consistency" else None
-        self._progress = (0, 0)
+        self.threads: ThreadSettings = use_threads(self.plan)
+        self.qualification = self._prove() if self.plan.mode == "consistency" else None
+        self._open_engine()
+
+    @abc.abstractmethod
+    def _open_engine(self) -> None:
+        """Makes ``engine``."""
 
     def _prove(self) -> str:
         from rl_engine.engines.setup import model_config
@@ -82,11 +104,10 @@ class _Worker:
 class TrainWorker(_Worker):
     side: Side = "train"
 
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan, "train")
+    def _open_engine(self) -> None:
         from rl_engine.engines.setup import train_engine
 
-        self.engine = train_engine(plan)
+        self.engine = train_engine(self.plan)
 
     def score(self, samples: list[Sample]) -> tuple[Logprobs, Logprobs | None, float]:
         """(logprobs, the reference model's or None, seconds)."""
@@ -114,14 +135,13 @@ class TrainWorker(_Worker):
 class RolloutWorker(_Worker):
     side: Side = "rollout"
 
-    def __init__(self, plan: Plan, name: str) -> None:
-        super().__init__(plan, name)
+    def _open_engine(self) -> None:
         from rl_engine.engines.setup import read_weights, rollout_engine
         from rl_engine.engines.snapshot import export_snapshot
 
-        weights = read_weights(plan)
+        weights = read_weights(self.plan)
         self._start = export_snapshot(weights, 0).digests
-        self.engine = rollout_engine(plan, weights, name)
+        self.engine = rollout_engine(self.plan, weights, self.name)
 
     def starting_digest(self) -> str:
         """Digest of the weights that the engine loaded from the checkpoint."""
@@ -148,15 +168,14 @@ class BaselineWorker:
     """transformers' ``generate`` with the run's threads, for the speed beside native mode."""
 
     def __init__(self, plan: Plan) -> None:
-        from rl_engine.engines.setup import use_threads
-
         self.plan = plan
-        use_threads(plan)
 
     def measure(self, prompts: list[list[int]]) -> tuple[int, float]:
         """(new tokens, seconds)."""
         from rl_engine.engines.rollout.transformers_baseline import measure
+        from rl_engine.engines.setup import use_threads
 
+        use_threads(self.plan)
         speed = measure(
             Path(self.plan.model_root), prompts, self.plan.sampling.max_response_len, self.plan.sampling.temperature
         )

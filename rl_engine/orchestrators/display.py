@@ -16,11 +16,18 @@ from rl_engine.records.types import PairRecord, StepRecord
 Advance = Callable[[int, int], None]
 
 
+class _StderrConsole(Console):
+    def on_broken_pipe(self) -> None:
+        """The reader went away (``| head``): the run ends like any other filter, not with rich's silent exit."""
+        self.quiet = True
+        raise BrokenPipeError
+
+
 class Display:
     """Progress bars on a terminal; plain lines elsewhere."""
 
     def __init__(self) -> None:
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.console = _StderrConsole(stderr=True, highlight=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False)
@@ -36,17 +43,18 @@ class Display:
             task = progress.add_task(text, total=None)
             yield lambda done, total: progress.update(task, completed=done, total=total or None)
 
-    def step(self, mode: str, record: StepRecord, rollouts: int) -> None:
-        """One line a step."""
-        s = record.seconds
-        share = record.mismatches / record.tokens_compared if record.tokens_compared else 0.0
-        self.say(
-            f"{mode:11} step {record.step + 1}/{rollouts}: {record.tokens_compared} tokens, "
-            f"{record.mismatches} mismatches ({share:.1%}), |dlogp| max {record.max_abs_dlogp:.4g} "
-            f"mean {record.mean_abs_dlogp:.4g}, reward {record.reward_mean:.2f}, grad norm {record.grad_norm:.4f} | "
-            f"rollout {s.rollout:.1f} s, reward {s.reward:.1f}, old logp {s.old_logp:.1f}, train {s.train:.1f}, "
-            f"optimizer {s.optimizer:.1f}, sync {s.weight_sync:.1f}"
-        )
+
+def step_line(mode: str, record: StepRecord, rollouts: int) -> str:
+    """What one step did and took."""
+    s = record.seconds
+    share = record.mismatches / record.tokens_compared if record.tokens_compared else 0.0
+    return (
+        f"{mode:11} step {record.step + 1}/{rollouts}: {record.tokens_compared} tokens, "
+        f"{record.mismatches} mismatches ({share:.1%}), |dlogp| max {record.max_abs_dlogp:.4g} "
+        f"mean {record.mean_abs_dlogp:.4g}, reward {record.reward_mean:.2f}, grad norm {record.grad_norm:.4f} | "
+        f"rollout {s.rollout:.1f} s, reward {s.reward:.1f}, old logp {s.old_logp:.1f}, train {s.train:.1f}, "
+        f"optimizer {s.optimizer:.1f}, sync {s.weight_sync:.1f}"
+    )
 
 
 def total_seconds(record: StepRecord) -> float:
@@ -56,8 +64,8 @@ def total_seconds(record: StepRecord) -> float:
 
 def summary_table(rows: list[tuple[str, list[StepRecord]]]) -> Table:
     """One row a run: what was compared, what differed, and what it cost."""
-    table = Table(box=box.SIMPLE)
-    for name in ("mode", "tokens", "mismatches", "max |dlogp|", "mean |dlogp|", "reward", "rollout tok/s", "s/step"):
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)  # within 80 columns
+    for name in ("mode", "tokens", "mismatches", "max |dlogp|", "mean |dlogp|", "reward", "tok/s", "s/step"):
         table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
     for mode, steps in rows:
         tokens = sum(s.tokens_compared for s in steps)

@@ -5,13 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import signal
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rl_engine.checks.validate import passed, record_validation, run_validation
 from rl_engine.config.codec import plan_digest, plan_to_json
 from rl_engine.config.plan import Plan
 from rl_engine.data.prompts import Prompt, encode_prompt, open_prompts
@@ -19,27 +15,24 @@ from rl_engine.engines.evidence import sample_batch
 from rl_engine.engines.setup import model_config
 from rl_engine.engines.train.grpo import group_advantages
 from rl_engine.engines.types import Request, Sample, UpdateResult, canonical
-from rl_engine.orchestrators import ray_head as head
 from rl_engine.orchestrators.actors import SOURCE_ROOT, BaselineWorker, RolloutWorker, TrainWorker
-from rl_engine.orchestrators.display import (
-    Display,
-    Stopwatch,
-    rollout_speed,
-    summary_table,
-    total_seconds,
-    verdict_lines,
-)
+from rl_engine.orchestrators.display import Display, Stopwatch, step_line
+from rl_engine.orchestrators.interrupts import interruptible
 from rl_engine.orchestrators.memory import MemoryWatch
+from rl_engine.orchestrators.ray_head import Head, HeadFailed, ray_head
 from rl_engine.orchestrators.tokens import Tokenizer
+from rl_engine.orchestrators.verdict import print_runs, verdict
 from rl_engine.records.environment import collect_environment, source_record
 from rl_engine.records.errors import UserError
-from rl_engine.records.pair import pair_record, write_pair
 from rl_engine.records.statistics import logprob_statistics
 from rl_engine.records.types import SampleBatch, SampleRecord, StepRecord, StepSeconds
 from rl_engine.records.writer import RunWriter
 from rl_engine.rewards.math import open_reward, reward_name
 
 POLL_SECONDS = 0.25
+CHECKED_PROMPTS = 4096  # looked at before anything starts; later ones in their step
+WORKERS = ("train", "rollout-0")
+JUDGED = {"correct", "wrong", "empty", "no answer", "too long"}  # reasons that say something about the response
 
 
 class RunFailed(RuntimeError):
@@ -47,57 +40,70 @@ class RunFailed(RuntimeError):
 
 
 class LocalRun:
-    """One run of one plan."""
+    """One run of one plan.
 
-    def __init__(self, ray: Any, plan: Plan, display: Display) -> None:
-        self.ray, self.plan, self.display = ray, plan, display
+    Raises:
+        UserError: an input that cannot be used; nothing was started or written.
+    """
+
+    writer: RunWriter
+
+    def __init__(self, plan: Plan, display: Display) -> None:
+        self.plan, self.display = plan, display
         self.config = model_config(plan)
         self.tokenizer = Tokenizer(Path(plan.model_root))
         self.prompts = open_prompts(plan.data.source, plan.data.path, plan.data.seed)
-        self._check_lengths(self._requests(self.prompts.batch(0, plan.data.prompts_per_step)))
-        text = plan_to_json(plan)
-        self.writer = RunWriter.create(Path(plan.run_dir), json.loads(text), plan_digest(plan))
+        for step in range(min(plan.rollouts, math.ceil(CHECKED_PROMPTS / plan.data.prompts_per_step))):
+            self._requests(self.prompts.batch(step, plan.data.prompts_per_step))
+        self.started = False
         self.steps: list[StepRecord] = []
         self.actors: list[Any] = []
+        self.pids: list[int] = []
 
     # -- the loop
 
-    def run(self) -> None:
+    def run(self, head: Head, memory: MemoryWatch) -> None:
         """All steps.
 
         Raises:
-            RunFailed: a worker died or raised.
+            RunFailed: a worker died or raised, or a record could not be written.
             UserError: the proof of the operators failed, or an input cannot be used.
         """
+        self.head, self.ray = head, head.ray
         self.reward = open_reward(reward_name(self.plan.data.source))
+        plan = json.loads(plan_to_json(self.plan))
         try:
+            self.writer = RunWriter.create(Path(self.plan.run_dir), plan, plan_digest(self.plan))
+            self.started = True
             self.writer.state("running")
             self._start()
             self._steps()
-            self._end()
+            self._end(memory)
             self.writer.state("finished")
-        except KeyboardInterrupt:
-            self.writer.state("interrupted", "interrupted by the user")
+        except (KeyboardInterrupt, BrokenPipeError) as error:
+            why = "interrupted by the user" if isinstance(error, KeyboardInterrupt) else "nobody reads the output"
+            self._close("interrupted", why)
             raise
         except BaseException as error:
-            self.writer.state("failed", " ".join(str(error).split())[:500])
+            self._close("failed", str(error))
+            if isinstance(error, OSError):
+                raise RunFailed(str(error)) from error
             raise
         finally:
             self.reward.close()
-            head.stop(self.ray, self.actors)
+            head.stop(self.actors)
 
     def _steps(self) -> None:
         for step in range(self.plan.rollouts):
             watch, seconds = Stopwatch(), {}
             prompts = self.prompts.batch(step, self.plan.data.prompts_per_step)
             requests = self._requests(prompts)
-            self._check_lengths(requests)
             samples, seconds["rollout"] = self._call(
                 "generating", self.rollout, "generate", requests, step, self.tokenizer.stop_tokens
             )
             samples = canonical(samples)
             watch.lap()
-            records = self._judge(prompts, samples)
+            records = self._judge(step, prompts, samples)
             seconds["reward"] = watch.lap()
             old, reference, seconds["old_logp"] = self._call("scoring", self.train, "score", samples)
             batch = sample_batch(samples, old, records, self.config.vocabulary)
@@ -115,21 +121,43 @@ class LocalRun:
     def _start(self) -> None:
         self._environment("start")
         with self.display.task(f"{self.plan.mode}: starting engines"):
-            self.train = head.start(self.ray, TrainWorker, self.plan)
-            self.rollout = head.start(self.ray, RolloutWorker, self.plan, "rollout-0")
+            self.train = self.head.start(TrainWorker, self.plan, "train")
+            self.rollout = self.head.start(RolloutWorker, self.plan, "rollout-0")
             self.actors = [self.train, self.rollout]
+            self.pids = [self._get(actor.pid.remote()) for actor in self.actors]
+            for name, pid in zip(WORKERS, self.pids, strict=True):
+                self.writer.event("worker_started", engine=name, rank=0, pid=pid)
+            for opening in [actor.open.remote() for actor in self.actors]:
+                self._get(opening)
             for actor in self.actors:
                 self.writer.environment(self._get(actor.environment.remote("start")))
         self.weights_digest = self.writer.weights(0, self._get(self.train.export.options(num_returns=2).remote()[1]))
         self._loaded(0, self._get(self.rollout.starting_digest.remote()))
 
     def _requests(self, prompts: list[Prompt]) -> list[Request]:
-        return [
+        """Every sample of a step to draw.
+
+        Raises:
+            UserError: a prompt that the model or a micro-batch cannot hold.
+        """
+        requests = [
             Request(prompt.index, sample, tuple(tokens))
             for prompt in prompts
-            for tokens in [encode_prompt(self.tokenizer.tokenizer, prompt)]
+            for tokens in [self._encode(prompt)]
             for sample in range(self.plan.data.samples_per_prompt)
         ]
+        self._check_lengths(requests)
+        return requests
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        tokens = encode_prompt(self.tokenizer.tokenizer, prompt)
+        if max(tokens) >= self.config.vocabulary:
+            raise UserError(
+                f"token {max(tokens)} in the prompt {prompt.source}",
+                f"ids below the model's vocabulary of {self.config.vocabulary}",
+                "use the tokenizer that belongs to the model",
+            )
+        return tokens
 
     def _check_lengths(self, requests: list[Request]) -> None:
         """The longest possible sample must fit into the model and, as a fold unit, into a micro-batch."""
@@ -149,11 +177,17 @@ class LocalRun:
                 f"--max-tokens-per-gpu {unit}",
             )
 
-    def _judge(self, prompts: list[Prompt], samples: list[Sample]) -> list[SampleRecord]:
+    def _judge(self, step: int, prompts: list[Prompt], samples: list[Sample]) -> list[SampleRecord]:
         """Rewards, and the samples' identities with them."""
         answers = {prompt.index: prompt.answer for prompt in prompts}
         texts = [self.tokenizer.decode(s.response_tokens.tolist()) for s in samples]
         results = self.reward.reward(texts, [answers[s.prompt] for s in samples])
+        odd = sorted({result.reason for result in results} - JUDGED)
+        if odd:
+            count = sum(result.reason in odd for result in results)
+            why = ", ".join(odd)[:200]
+            text = f"step {step + 1}: {count} rewards are 0 because the checker could not judge ({why})"
+            self._warn("rewards_not_judged", text, step=step, count=count, reasons=odd)
         return [
             SampleRecord(
                 prompt_index=s.prompt,
@@ -177,7 +211,9 @@ class LocalRun:
         if empty:
             self._warn("empty_responses", f"step {step + 1}: {empty} responses end at once", step=step, count=empty)
         if not any(advantages):
-            text = f"step {step + 1}: every group has equal rewards, so all advantages are 0 and no reward is learned"
+            single = self.plan.data.samples_per_prompt == 1
+            why = "a group of one sample has nothing to compare with" if single else "every group has equal rewards"
+            text = f"step {step + 1}: {why}, so all advantages are 0 and no reward is learned"
             self._warn("zero_advantages", text, step=step)
         return advantages
 
@@ -225,13 +261,14 @@ class LocalRun:
         )
         self.writer.step(record)
         self.steps.append(record)
-        self.display.step(self.plan.mode, record, self.plan.rollouts)
+        self._say(step_line(self.plan.mode, record, self.plan.rollouts))
 
-    def _end(self) -> None:
-        for actor, name in zip(self.actors, ("train", "rollout-0"), strict=True):
+    def _end(self, memory: MemoryWatch) -> None:
+        for actor, name in zip(self.actors, WORKERS, strict=True):
             self.writer.routes(name, 0, self._get(actor.routes.remote()))
             self.writer.environment(self._get(actor.environment.remote("end")))
         self._environment("end")
+        self.writer.event("memory", peak_pss_bytes=memory.peak)
 
     # -- helpers
 
@@ -251,9 +288,20 @@ class LocalRun:
             )
         )
 
+    def _close(self, state: str, reason: str) -> None:
+        """The last state; on a full disk the error that ended the run is the one to report."""
+        if not self.started:
+            return
+        with contextlib.suppress(OSError):
+            self.writer.state(state, " ".join(reason.split())[:500])
+
+    def _say(self, text: str) -> None:
+        self.writer.log(text)
+        self.display.say(text)
+
     def _warn(self, kind: str, text: str, **fields: Any) -> None:
         self.writer.event(kind, **fields)
-        self.display.say(f"{self.plan.mode}: {text}")
+        self._say(f"{self.plan.mode}: {text}")
 
     def _call(self, what: str, actor: Any, method: str, *arguments: Any) -> Any:
         """One method of a worker, with its progress on the screen."""
@@ -266,12 +314,10 @@ class LocalRun:
 
     def _get(self, reference: Any) -> Any:
         """A worker's result; its failure as one of ours."""
+        errors = self.ray.exceptions
         try:
             return self.ray.get(reference)
-        except self.ray.exceptions.RayActorError as error:
-            reason = " ".join(str(error).split())
-            raise RunFailed(f"{self._name(error)} died: {reason[:300]}") from error
-        except self.ray.exceptions.RayTaskError as error:
+        except errors.RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else error
             if isinstance(cause, UserError):
                 raise cause from error
@@ -282,13 +328,19 @@ class LocalRun:
                 ) from error
             self.writer.log(str(error))
             raise RunFailed(f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}") from error
+        except errors.RayError as error:
+            self.writer.log(str(error))
+            raise RunFailed(self._death(error)) from error
 
-    def _name(self, error: Any) -> str:
-        dead = getattr(error, "actor_id", None)
-        for actor, name in zip(self.actors, ("trainer rank 0", "rollout engine rollout-0"), strict=False):
-            if dead is not None and str(dead) == actor._actor_id.hex():
-                return name
-        return "a worker"
+    def _death(self, error: Any) -> str:
+        """Who died; what the worker wrote last goes to the log."""
+        for actor, name, pid in zip(self.actors, WORKERS, self.pids, strict=False):
+            if getattr(error, "actor_id", None) == actor._actor_id.hex():
+                self.writer.log(self.head.last_words(pid) or f"{name} wrote nothing")
+                self.writer.event("worker_died", engine=name, rank=0, pid=pid)
+                side = "rollout engine" if name != "train" else "trainer"
+                return f"{side} {name} (process {pid}) died: killed from outside, by a crash or for want of memory"
+        return " ".join(str(error).split())[:300]
 
 
 # -- one or two runs, and the verdict
@@ -299,115 +351,53 @@ def run(plans: list[Plan], *, wait: bool, json_output: bool) -> int:
 
     Raises:
         UserError: an input that cannot be used; nothing has run, or the run directory says what happened.
+        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; the run directory says so.
     """
     assert wait, "a detached run is refused by the launcher"
     display = Display()
-    config = model_config(plans[0])
-    model_bytes = 2 * sum(math.prod(shape) for shape in config.tensor_shapes().values())
-    runs: list[LocalRun] = []
-    with _interruptible(), MemoryWatch() as memory, head.ray_head(plans[0].threads, model_bytes) as ray:
-        for plan in plans:
-            code = _run_one(ray, plan, display, runs)
-            if code:
-                _finish_output(plans, code, json_output)
-                return code
-        baseline = _baseline(ray, plans[0], runs[0], display) if len(plans) == 2 else None
-    return _verdict(plans, runs, display, baseline, memory.peak, json_output)
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM ends a run like Ctrl-C."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    old = signal.signal(signal.SIGTERM, interrupt)
+    runs = [LocalRun(plan, display) for plan in plans]
+    status = "failed"
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, old)
-
-
-def _run_one(ray: Any, plan: Plan, display: Display, runs: list[LocalRun]) -> int:
-    """0, or the exit code of a run that failed."""
-    local = LocalRun(ray, plan, display)
-    runs.append(local)
-    try:
-        local.run()
-    except RunFailed as error:
-        display.say(
-            f"rlk-repro: run failed: {error}; {len(local.steps)} finished steps are in {plan.run_dir}, "
-            f"log {local.writer.log_path}"
-        )
+        with interruptible():
+            code = _run_all(runs, display)
+        status = "failed" if code else "succeeded"
+        return code
+    except (RunFailed, HeadFailed) as error:
+        display.say(f"rlk-repro: run failed: {error}{_remains(runs)}")
         return 3
-    return 0
-
-
-def _baseline(ray: Any, plan: Plan, local: LocalRun, display: Display) -> tuple[int, float]:
-    """(tokens, seconds) of transformers' generate on the first step's prompts."""
-    prompts = local.prompts.batch(0, plan.data.prompts_per_step)
-    tokens = [list(request.tokens) for request in local._requests(prompts)]
-    worker = head.start(ray, BaselineWorker, plan)
-    try:
-        with display.task("transformers: generating, for comparison"):
-            return local._get(worker.measure.remote(tokens))
+    except KeyboardInterrupt:
+        status = "interrupted"
+        display.say(f"interrupted{_remains(runs)}")
+        raise
     finally:
-        head.stop(ray, [worker])
+        print_runs([local.plan for local in runs if local.started], status, json_output)
 
 
-def _verdict(
-    plans: list[Plan],
-    runs: list[LocalRun],
-    display: Display,
-    baseline: tuple[int, float] | None,
-    peak: int,
-    json_output: bool,
-) -> int:
-    good = True
-    for plan in plans:
-        findings = run_validation(plan.run_dir)
-        record_validation(plan.run_dir, findings)
-        good &= passed(findings)
-        for finding in findings:
-            if finding.status == "FAIL":
-                display.say(f"{plan.mode}: [FAIL] {finding.name}: found {finding.found}, expected {finding.expected}")
-        display.say(f"{plan.mode}: {sum(f.status == 'PASS' for f in findings)} of {len(findings)} gates pass")
-    display.console.print(summary_table([(run.plan.mode, run.steps) for run in runs]))
-    code = 0 if good else 1
-    if len(plans) == 2:
-        code = max(code, _pair_verdict(plans, runs, display, baseline))
-    display.say(f"peak memory of all processes, Ray included: {peak / 1e9:.1f} GB")
-    _finish_output(plans, code, json_output)
-    return code
+def _run_all(runs: list[LocalRun], display: Display) -> int:
+    plans = [local.plan for local in runs]
+    model_bytes = 2 * sum(math.prod(shape) for shape in runs[0].config.tensor_shapes().values())
+    with MemoryWatch() as memory, ray_head(plans[0].threads, model_bytes) as head:
+        for local in runs:
+            local.run(head, memory)
+        baseline = _baseline(runs[0]) if len(runs) == 2 else None
+    return verdict(plans, [local.steps for local in runs], display, baseline, memory.peak)
 
 
-def _pair_verdict(plans: list[Plan], runs: list[LocalRun], display: Display, baseline: tuple[int, float] | None) -> int:
-    """The verdict from the two run directories' files; 1 where it is not what a pair promises."""
-    native, consistency = plans
-    assert native.pair_id is not None
-    pair = pair_record(native.pair_id, Path(native.run_dir), Path(consistency.run_dir))
-    path = write_pair(Path(native.output_root), pair)
-    slow, fast = runs[0].steps, runs[1].steps
-    if baseline is not None:
-        display.say(f"transformers' generate on the same model and prompts: {baseline[0] / baseline[1]:.1f} tok/s")
-    step_ratio = sum(map(total_seconds, fast)) / sum(map(total_seconds, slow))
-    speed = rollout_speed(fast) / rollout_speed(slow)
-    display.say(f"consistency against native: {speed:.2f}x the rollout tokens/s, {step_ratio:.2f}x the time of a step")
-    for line in verdict_lines(pair):
-        display.say(line)
-    display.say(f"pair: {path}")
-    wanted = pair.control or not native.require_control
-    return 0 if pair.exact and pair.same_start and wanted else 1
+def _baseline(local: LocalRun) -> tuple[int, float]:
+    """(tokens, seconds) of transformers' generate on the first step's prompts."""
+    requests = local._requests(local.prompts.batch(0, local.plan.data.prompts_per_step))
+    worker = local.head.start(BaselineWorker, local.plan)
+    try:
+        with local.display.task("transformers: generating, for comparison"):
+            return local._get(worker.measure.remote([list(request.tokens) for request in requests]))
+    finally:
+        local.head.stop([worker])
 
 
-def _finish_output(plans: list[Plan], code: int, json_output: bool) -> None:
-    for plan in plans:
-        if not Path(plan.run_dir).is_dir():
-            continue
-        if json_output:
-            status = "succeeded" if code == 0 else "failed"
-            print(json.dumps({"status": status, "submission_id": plan.run_id, "run_dir": plan.run_dir}))
-        else:
-            print(f"run_dir: {plan.run_dir}")
-    sys.stdout.flush()
+def _remains(runs: list[LocalRun]) -> str:
+    """Where to look, in words, after a run that did not end well."""
+    started = [local for local in runs if local.started]
+    if not started:
+        return ""
+    last = started[-1]
+    return f"; {len(last.steps)} finished steps are in {last.plan.run_dir}, log {last.writer.log_path}"

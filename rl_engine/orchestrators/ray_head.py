@@ -6,61 +6,164 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import tempfile
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
+
+from rl_engine.records.errors import UserError
+
 OBJECT_STORE_BYTES = 1 << 30
+END_SECONDS = 10.0
+# A Unix socket's path has at most 107 bytes, and Ray's own part below the folder takes about 80 of them.
+LONGEST_BASE = 24
+LOG_TAIL_BYTES = 4096
 
 
-def _set_environment(threads: int) -> None:
-    """Everything that Ray's processes inherit; Ray reads its token when it is imported."""
-    os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ.setdefault("RAY_DEDUP_LOGS", "1")
-    os.environ.pop("RAY_ADDRESS", None)
+class HeadFailed(RuntimeError):
+    """Ray did not start; the message says why."""
+
+
+class Head:
+    """A running head: the ``ray`` module, and what is needed to start and end actors and to read their last words."""
+
+    def __init__(self, ray: Any, folder: Path) -> None:
+        self.ray, self.folder = ray, folder
+
+    def start(self, worker: type, *arguments: Any) -> Any:
+        """An actor of ``worker``; ``progress`` can be asked while another method runs."""
+        return self.ray.remote(num_cpus=1, max_concurrency=2, max_restarts=0)(worker).remote(*arguments)
+
+    def stop(self, actors: list[Any]) -> None:
+        """Ends our actors; a dead one is no error."""
+        for actor in actors:
+            with contextlib.suppress(Exception):
+                self.ray.kill(actor, no_restart=True)
+
+    def last_words(self, pid: int) -> str:
+        """The end of what the worker process ``pid`` wrote to stdout and stderr; empty when it wrote nothing."""
+        parts = []
+        for path in sorted((self.folder / "session_latest" / "logs").glob(f"worker-*-{pid}.*")):
+            with contextlib.suppress(OSError):
+                parts.append(path.read_bytes()[-LOG_TAIL_BYTES:].decode("utf-8", "replace").strip())
+        return "\n".join(filter(None, parts))
+
+
+def _environment(threads: int) -> dict[str, str | None]:
+    """Everything that Ray's processes inherit (None: removed); Ray reads its token when it is imported."""
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_AUTH_TOKEN_PATH": None,
+        "OMP_NUM_THREADS": str(threads),
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "1",
+        # One machine: Ray then takes and listens on 127.0.0.1, whatever the host's name or network.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # workers run this interpreter, also under `uv run`
+        # A user's settings for another cluster.
+        "RAY_ADDRESS": None,
+        "RAY_NAMESPACE": None,
+        "RAY_TMPDIR": None,
+        "RAY_RUNTIME_ENV_HOOK": None,
+        "RAY_JOB_CONFIG_JSON_ENV_VAR": None,
+    }
 
 
 @contextlib.contextmanager
-def ray_head(threads: int, model_bytes: int) -> Iterator[Any]:
-    """The ``ray`` module, connected to a head of our own; its processes and its folder are gone afterwards.
+def _variables(values: dict[str, str | None]) -> Iterator[None]:
+    """Sets environment variables and puts the old values back."""
+    old = {name: os.environ.get(name) for name in values}
+
+    def put(wanted: dict[str, str | None]) -> None:
+        for name, value in wanted.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    put(values)
+    try:
+        yield
+    finally:
+        put(old)
+
+
+def _make_folder() -> Path:
+    """A new folder for Ray's sockets and logs; it cannot lie inside the run directory, whose path is too long.
+
+    Raises:
+        UserError: nowhere to make one.
+    """
+    usual = tempfile.gettempdir()
+    for base in (usual, "/tmp", "/var/tmp", "/dev/shm"):
+        plain = base.isascii() and not any(letter.isspace() for letter in base)
+        if plain and len(base) <= LONGEST_BASE and os.access(base, os.W_OK | os.X_OK):
+            return Path(tempfile.mkdtemp(prefix="rlk-ray-", dir=base))
+    raise UserError(
+        f"no folder for Ray's sockets ({usual})", "a writable one with a short, plain path", "set TMPDIR=/tmp"
+    )
+
+
+@contextlib.contextmanager
+def ray_head(threads: int, model_bytes: int) -> Iterator[Head]:
+    """A head of our own; its processes and its folder are gone afterwards.
 
     Args:
         threads: ``OMP_NUM_THREADS`` of every worker.
         model_bytes: size of one weight snapshot; the object store holds two and some samples.
-    """
-    _set_environment(threads)
-    import ray
 
-    # Unix socket paths are short: the folder cannot lie inside the run directory.
-    folder = tempfile.mkdtemp(prefix="rlk-ray-")
+    Raises:
+        HeadFailed: Ray did not start.
+        UserError: no place for its sockets.
+    """
+    folder = _make_folder()
+    with _variables(_environment(threads)):
+        import ray
+
+        try:
+            _connect(ray, folder, max(OBJECT_STORE_BYTES, 2 * model_bytes + (256 << 20)))
+            yield Head(ray, folder)
+        finally:
+            _end(ray, folder)
+
+
+def _connect(ray: Any, folder: Path, store_bytes: int) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, 4),
             num_gpus=0,
             include_dashboard=False,
-            object_store_memory=max(OBJECT_STORE_BYTES, 2 * model_bytes + (256 << 20)),
+            object_store_memory=store_bytes,
             log_to_driver=False,
             logging_level="error",
-            _temp_dir=folder,
+            _temp_dir=str(folder),
         )
-        yield ray
+    except SystemExit:  # Ray's own handler of SIGTERM, which it sets before it starts anything
+        raise KeyboardInterrupt from None
+    except Exception as error:
+        raise HeadFailed(f"Ray did not start: {' '.join(str(error).split())[:300]}") from error
     finally:
-        ray.shutdown()
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _end(ray: Any, folder: Path) -> None:
+    """Ends every process that was started for Ray, by its id, and removes the folder."""
+    started = psutil.Process().children(recursive=True)
+    ray.shutdown()
+    _, living = psutil.wait_procs(started, timeout=END_SECONDS / 2)
+    for process in living:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    # A process that is just ending may still write a last line into the folder.
+    deadline = time.monotonic() + END_SECONDS
+    while folder.exists() and time.monotonic() < deadline:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def start(ray: Any, worker: type, *arguments: Any) -> Any:
-    """An actor of ``worker``; ``progress`` can be asked while another method runs."""
-    return ray.remote(num_cpus=1, max_concurrency=2, max_restarts=0)(worker).remote(*arguments)
-
-
-def stop(ray: Any, actors: list[Any]) -> None:
-    """Ends our actors; a dead one is no error."""
-    for actor in actors:
-        with contextlib.suppress(Exception):
-            ray.kill(actor, no_restart=True)
+        time.sleep(0.05)

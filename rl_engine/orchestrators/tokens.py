@@ -8,6 +8,9 @@ from typing import Any
 
 from rl_engine.records.errors import UserError
 
+# transformers makes an empty tokenizer, or fails without words, when every one of these is missing.
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
 
 class Tokenizer:
     """A transformers tokenizer with the checkpoint's stop tokens.
@@ -19,12 +22,18 @@ class Tokenizer:
     def __init__(self, model_root: Path) -> None:
         from transformers import AutoTokenizer
 
+        if not any((model_root / name).is_file() for name in _FILES):
+            raise UserError(
+                f"no tokenizer in {model_root}", f"one of {', '.join(_FILES)}", "copy it beside the weights"
+            )
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(str(model_root), local_files_only=True)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # the tokenizers package raises plain Exception for a damaged file
             reason = " ".join(str(error).split())[:200]
             raise UserError(
-                f"no tokenizer in {model_root} ({reason})", "tokenizer files beside the weights", "copy them there"
+                f"a tokenizer in {model_root} that cannot be read ({reason})",
+                "undamaged tokenizer files that the installed transformers reads",
+                "restore the files",
             ) from error
         self.stop_tokens = _stop_tokens(model_root, self.tokenizer.eos_token_id)
 
@@ -40,6 +49,9 @@ def _stop_tokens(model_root: Path, tokenizer_eos: int | None) -> tuple[int, ...]
         path = model_root / name
         if not path.is_file():
             continue
-        eos = json.loads(path.read_text()).get("eos_token_id")
+        try:
+            eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise UserError(f"{path} that cannot be read ({error})", "a JSON object", "restore the file") from error
         found.update(value for value in (eos if isinstance(eos, list) else [eos]) if isinstance(value, int))
     return tuple(sorted(found))

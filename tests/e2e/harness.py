@@ -1,0 +1,185 @@
+"""A small model on disk, a copy of the sources, and the command line in a child process that leaves nothing behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# Variables that steer a run from outside; a test names the ones it wants.
+FOREIGN = ("RLK_", "RAY_", "OMP_NUM_THREADS", "PYTHONPATH", "COLUMNS", "RL_KERNEL_", "TMPDIR")
+
+
+def copy_sources(folder: Path) -> Path:
+    """The package in a git repository of its own, so that edits of the checkout during a run do not reach it."""
+    for name in ("rl_engine", "configs"):
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPOSITORY / ".gitignore", folder)
+    git = ("git", "-C", str(folder), "-c", "user.name=test", "-c", "user.email=test@example.invalid")
+    for command in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "copy")):
+        subprocess.run([*git, *command], check=True, capture_output=True)
+    return folder
+
+
+def byte_tokenizer(folder: Path) -> int:
+    """Writes a tokenizer of single bytes and two special tokens; returns its size. It has no chat template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<pad>", special=True), AddedToken("<end>", special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    body = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "pad_token": "<pad>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(body))
+    return tokenizer.get_vocab_size()
+
+
+def save_model(folder: Path, **changes: object) -> Path:
+    """A random two-layer Qwen3, wide enough (576) that stock operators round differently on the two sides."""
+    from rl_engine.models.checkpoint import save_checkpoint
+    from rl_engine.models.weights import random_weights
+    from tests.helpers.models import qwen3
+
+    folder.mkdir(parents=True)
+    size = byte_tokenizer(folder)
+    shape = {"layers": 2, "hidden": 576, "intermediate": 500, "heads": 9, "kv_heads": 3, "max_positions": 2048}
+    shape |= {"vocabulary": size + 5, **changes}
+    save_checkpoint(folder, random_weights(qwen3(**shape), seed=11))
+    return folder
+
+
+def profile(folder: Path, **defaults: object) -> Path:
+    """A profile of the built-in stack on a CPU: two updates of 2 x 8 short samples on arithmetic."""
+    body = {
+        "schema_version": "rlkernel.repro.profile.v1",
+        "name": "small",
+        "stack": "builtin",
+        "requirements": {"backend": "cpu"},
+        "defaults": {
+            "mode": "consistency",
+            "rollouts": 2,
+            "rollout_batch_size": 2,
+            "samples_per_prompt": 8,
+            "max_response_len": 20,
+            "lr": 1e-4,
+            "threads": 1,
+            "seed": 25,  # rewards in the first step
+            "tp_size": 1,
+            "cp_size": 1,
+            "rollout_tp_size": 1,
+            "rollout_cp_size": 1,
+            "fold_tokens": 256,
+            "data_source": "arithmetic",
+            **defaults,
+        },
+    }
+    path = folder / "profile.json"
+    path.write_text(json.dumps(body))
+    return path
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """What a command left: exit code, data, talk, and processes that outlived it."""
+
+    code: int
+    out: str
+    err: str
+    strays: tuple[str, ...]
+
+
+class Command:
+    """One command line in a child process. Everything it starts inherits a mark by which it is found."""
+
+    def __init__(
+        self, sources: Path, arguments: list[str], cwd: Path, env: Mapping[str, str], prefix: tuple[str, ...] = ()
+    ) -> None:
+        self.mark = uuid.uuid4().hex
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+        clean |= {"PYTHONPATH": str(sources), "RLK_TEST_MARK": self.mark, **env}
+        module = prefix or ("-m", "rl_engine.entrypoints.repro")
+        self.child = subprocess.Popen(
+            [sys.executable, *module, *arguments],
+            cwd=cwd,
+            env=clean,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def processes(self, title: str = "") -> dict[int, str]:
+        """Living processes of this command by id, whose command line holds ``title``."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                if f"RLK_TEST_MARK={self.mark}".encode() not in (entry / "environ").read_bytes():
+                    continue
+                text = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except (OSError, IndexError):
+                continue
+            if state != "Z" and title in text:
+                found[int(entry.name)] = text
+        return found
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 240.0) -> None:
+        """Until ``condition`` holds; fails when the command ends first or takes too long."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert self.child.poll() is None, self.child.communicate()[1]
+            assert time.monotonic() < end, f"nothing happened within {seconds} s"
+            time.sleep(0.1)
+
+    def signal(self, number: int = signal.SIGINT) -> None:
+        self.child.send_signal(number)
+
+    def finish(self, seconds: float = 600.0) -> Done:
+        """Waits for the end, then up to ten seconds for whatever the command started."""
+        try:
+            out, err = self.child.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self._kill()
+            raise
+        end = time.monotonic() + 10.0
+        while self.processes() and time.monotonic() < end:
+            time.sleep(0.2)
+        strays = self._kill()
+        return Done(self.child.returncode, out, err, strays)
+
+    def _kill(self) -> tuple[str, ...]:
+        living = self.processes()
+        for pid in living:
+            os.kill(pid, signal.SIGKILL)
+        return tuple(living.values())
+
+
+class Cli:
+    """``rlk-repro`` from ``sources``, in ``folder`` as the working directory."""
+
+    def __init__(self, sources: Path, folder: Path, base: list[str]) -> None:
+        self.sources, self.folder, self.base = sources, folder, base
+
+    def start(self, verb: str, *arguments: str, env: Mapping[str, str] | None = None) -> Command:
+        base = self.base if verb in ("run", "plan", "verify") else []
+        return Command(self.sources, [verb, *base, *arguments], self.folder, env or {})
+
+    def __call__(self, verb: str, *arguments: str, env: Mapping[str, str] | None = None) -> Done:
+        return self.start(verb, *arguments, env=env).finish()
+
+    def run_dir(self, name: str) -> Path:
+        return self.folder / ".rlk-workspace" / "data" / "runs" / "convergence" / name
