@@ -1,1 +1,1 @@
-"""The semantic doctor: says why rollout and train logprobs differ, from logged tokens alone (numpy and pyarrow only)."""
+"""The semantic doctor: why rollout and train logprobs differ, from logged tokens alone (numpy and pyarrow only)."""

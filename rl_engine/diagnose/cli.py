@@ -64,7 +64,9 @@ def run(argv: list[str]) -> int:
     if options.log is None:
         raise UserError("no log", "a JSONL or Parquet file, or a run directory", "type rlk-repro diagnose LOG")
     if not 0 < options.clip < 20 or options.worst < 0:
-        raise UserError(f"--clip {options.clip:g} --worst {options.worst}", "clip above 0, worst 0 or more", "correct it")
+        raise UserError(
+            f"--clip {options.clip:g} --worst {options.worst}", "clip above 0, worst 0 or more", "correct it"
+        )
     from rl_engine.diagnose.doctor import diagnose
     from rl_engine.diagnose.load import load
     from rl_engine.diagnose.metrics import measure
@@ -79,7 +81,9 @@ def run(argv: list[str]) -> int:
         try:
             pathlib.Path(options.html).write_text(page, encoding="utf-8")
         except OSError as error:
-            raise UserError(f"--html {options.html}: {error.strerror}", "a writable file", "choose another path") from None
+            raise UserError(
+                f"--html {options.html}: {error.strerror}", "a writable file", "choose another path"
+            ) from None
         print(f"wrote {options.html}", file=sys.stderr)
     return 1 if diagnosis.alarm else 0
 

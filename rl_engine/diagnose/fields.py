@@ -109,7 +109,7 @@ FORMATS: dict[str, Format] = {
         ),
         _format(
             "slime",
-            "rollout samples joined with train data (slime, VIME): tokens, response_length, rollout_log_probs, log_probs",
+            "rollout samples joined with train data (also VIME): tokens, response_length, rollout_log_probs, log_probs",
             rollout_logprobs=("rollout_log_probs",),
             train_logprobs=("log_probs", "old_log_probs"),
             ref_logprobs=("ref_log_probs",),

@@ -102,5 +102,15 @@ def build_frame(log: TokenLog) -> Frame:
     # The mean of both sides is the fair regressor: each alone carries its own noise and tilts the gap against itself.
     bins = quantile_bins((rollout + train) / 2, 24) if len(index) else np.zeros(0, np.int64)
     return Frame(
-        log, index, gap, raw_gap, rollout, train, sample, position, order, relative_size(gap, bins), bins.astype(np.int64)
+        log,
+        index,
+        gap,
+        raw_gap,
+        rollout,
+        train,
+        sample,
+        position,
+        order,
+        relative_size(gap, bins),
+        bins.astype(np.int64),
     )

@@ -110,7 +110,9 @@ class TokenLog:
                     "look for a column that covers the response only",
                 )
         if int(self.offsets[-1]) != count:
-            raise UserError(f"offsets that end at {int(self.offsets[-1])}", f"{count} tokens", "check the log's lengths")
+            raise UserError(
+                f"offsets that end at {int(self.offsets[-1])}", f"{count} tokens", "check the log's lengths"
+            )
         for field in dataclasses.fields(self.samples):
             column = getattr(self.samples, field.name)
             if isinstance(column, np.ndarray) and len(column) != self.sample_count:

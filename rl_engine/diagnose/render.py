@@ -33,7 +33,9 @@ def text(diagnosis: Diagnosis, metrics: Metrics, everything: bool = False) -> st
         for w in metrics.worst:
             token = "-" if w.token is None else str(w.token)
             gap = w.train - w.rollout
-            lines.append(f"            {w.sample:9d} {w.position:9d} {token:>9} {w.rollout:10.4f} {w.train:10.4f} {gap:+10.4f}")
+            lines.append(
+                f"            {w.sample:9d} {w.position:9d} {token:>9} {w.rollout:10.4f} {w.train:10.4f} {gap:+10.4f}"
+            )
     return "\n".join(lines)
 
 
@@ -43,7 +45,8 @@ def _numbers(m: Metrics) -> list[str]:
         f"  gap = train - rollout (nats): mean {-m.k1:+.5f}, mean size {m.mean_abs:.5f}, largest {m.max_abs:.4f}, "
         f"equal bits {m.equal:.2%}",
         f"  {spread}",
-        f"  k1 {m.k1:.5f}  k3 {m.k3:.5f}  chi2 {m.chi2:.5f}  effective sample size {m.ess:.2%} (sequences {m.sequence_ess:.2%})",
+        f"  k1 {m.k1:.5f}  k3 {m.k3:.5f}  chi2 {m.chi2:.5f}  "
+        f"effective sample size {m.ess:.2%} (sequences {m.sequence_ess:.2%})",
         f"  ratio: mean {m.ratio_mean:.5f}, largest {m.ratio_max:.3f}; clipped at {m.clip:g}: {m.clip_fraction:.2%}; "
         f"sequences: mean {m.sequence_ratio_mean:.4f}, largest {m.sequence_ratio_max:.3f}",
     ]

@@ -1,4 +1,4 @@
-"""A section for the HTML report: the causes, the metrics, and five figures as inline SVG (no script, no file beside)."""
+"""A section for the HTML report: causes, metrics and five figures as inline SVG (no script, no file beside)."""
 
 from __future__ import annotations
 
@@ -141,7 +141,9 @@ def svg(figure: Figure) -> str:
             parts.append(f'<text x="{at:.1f}" y="{HEIGHT - 18}" text-anchor="{anchor}">{_number(x)}</text>')
     middle = (LEFT + WIDTH) / 2
     label = html.escape(figure.x_label)
-    parts.append(f'<text x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">{label} [{html.escape(figure.y_label)}]</text>')
+    parts.append(
+        f'<text x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">{label} [{html.escape(figure.y_label)}]</text>'
+    )
     for i, series in enumerate(figure.series):
         parts += _marks(figure, series, ("#2563a8", "#d9822b")[i % 2], place, zero)
     return "".join([*parts, "</svg>"])
@@ -160,7 +162,10 @@ def _marks(figure: Figure, series: Series, colour: str, place: object, zero: flo
     for i, (x, y) in enumerate(points):
         top, tall = min(y, zero), max(abs(zero - y), 0.5)
         name = f"<title>{html.escape(figure.labels[i])}</title>" if figure.labels else ""
-        out.append(f'<rect x="{x - wide / 2:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{tall:.1f}" fill="{colour}">{name}</rect>')
+        out.append(
+            f'<rect x="{x - wide / 2:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{tall:.1f}" '
+            f'fill="{colour}">{name}</rect>'
+        )
         if figure.labels and len(points) <= 8:
             text = html.escape(figure.labels[i][:12])
             out.append(f'<text x="{x:.1f}" y="{HEIGHT - 18}" text-anchor="middle">{text}</text>')

@@ -17,7 +17,9 @@ def normal_score(t: float, freedom: float) -> float:
     """
     if freedom <= 0:
         return 0.0
-    return float(np.sign(t)) * float(np.sqrt(freedom * np.log1p(t * t / freedom))) * (8 * freedom + 1) / (8 * freedom + 3)
+    return (
+        float(np.sign(t)) * float(np.sqrt(freedom * np.log1p(t * t / freedom))) * (8 * freedom + 1) / (8 * freedom + 3)
+    )
 
 
 def clustered_t(frame: Frame, values: Array, chosen: Mask | None = None) -> float:

@@ -77,7 +77,7 @@ def _penalised(scene: Scene) -> None:
 
 VARIANTS: dict[str, tuple[dict[str, object], Edit]] = {
     "bf16 noise": ({}, _nothing),
-    "more bf16 noise": ({"noise": 0.0025}, _nothing),
+    "more bf16 noise": ({"noise": 0.002}, _nothing),
     "fp32 noise": ({"noise": 1e-6}, _nothing),
     "equal bits": ({}, _exact),
     "top-p replayed": ({"top_p": 0.95}, _nothing),

@@ -20,7 +20,12 @@ NAMES: dict[str, dict[str, str]] = {
         "rollout": "sampling_per_token_logps",
         "train": "old_per_token_logps",
     },
-    "nemo-rl": {"tokens": "token_ids", "mask": "token_mask", "rollout": "generation_logprobs", "train": "prev_logprobs"},
+    "nemo-rl": {
+        "tokens": "token_ids",
+        "mask": "token_mask",
+        "rollout": "generation_logprobs",
+        "train": "prev_logprobs",
+    },
     "prime-rl": {
         "tokens": "input_ids",
         "mask": "loss_mask",

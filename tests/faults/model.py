@@ -61,7 +61,11 @@ def make_weights(cfg: ToyConfig, seed: int) -> Weights:
         w[f"{i}.down"] = rng.standard_normal((cfg.experts, f, d), dtype=np.float32) / np.float32(np.sqrt(f))
     w["head"] = rng.standard_normal((cfg.vocab, d), dtype=np.float32) / np.float32(np.sqrt(d))
     w["mean"] = rng.standard_normal(d).astype(np.float32)
+    # Hidden states share a direction, as in real models; the unigram tilt it would give is mostly cancelled here.
+    w["tilt"] = np.float32(0.7) * (w["head"] @ w["mean"])
     w["sharp"] = rng.standard_normal(d).astype(np.float32) / np.float32(np.sqrt(d))
+    w["stop"] = rng.standard_normal(d).astype(np.float32) / np.float32(np.sqrt(d))
+    w["stop_mean"] = np.float32(0.8) * (w["mean"] @ w["stop"])
     ranks = rng.permutation(cfg.vocab) + 1
     w["bias"] = (-0.7 * np.log(ranks)).astype(np.float32)
     return w
@@ -124,7 +128,9 @@ class Decoder:
         flat = x.reshape(-1, d)
         scores = flat @ self.w[f"{i}.router"]
         if self.knobs.router_noise:
-            scores = scores + self.rng.standard_normal(scores.shape, dtype=np.float32) * np.float32(self.knobs.router_noise)
+            scores = scores + self.rng.standard_normal(scores.shape, dtype=np.float32) * np.float32(
+                self.knobs.router_noise
+            )
         choice = scores.argmax(axis=-1)
         out = np.empty_like(flat)
         for e in range(self.cfg.experts):
@@ -146,9 +152,9 @@ class Decoder:
 def logits(cfg: ToyConfig, w: Weights, hidden: np.ndarray) -> np.ndarray:
     """fp32 logits [..., V] of final hidden states [..., D]."""
     sharp = np.exp(np.float32(1.1) * np.tanh(hidden @ w["sharp"]) + np.float32(0.3))[..., None]
-    z = sharp * np.float32(cfg.gain) * (hidden @ w["head"].T) + w["bias"] + np.float32(cfg.offset)
+    z = sharp * np.float32(cfg.gain) * (hidden @ w["head"].T - w["tilt"]) + w["bias"] + np.float32(cfg.offset)
     # The end token stays some distance below the best one, so that samples end by themselves now and then.
-    distance = np.float32(5.0) + np.float32(2.0) * np.tanh(hidden @ w["mean"] / np.float32(8.0))
+    distance = np.maximum(np.float32(7.0) + np.float32(2.0) * (hidden @ w["stop"] - w["stop_mean"]), np.float32(0.5))
     z[..., EOS] = z[..., EOS + 1 :].max(axis=-1) - distance
     return z
 

@@ -134,7 +134,7 @@ def bad_rank(scene: Scene, severity: float) -> None:
     scene.sides.append((np.broadcast_to(bad[:, None], scene.run.rollout.shape), _louder(scene, severity)))
 
 
-@fault("template-drift", "template-drift", (1, 2, 4, 8, 16), "prompt tokens that differ")
+@fault("template-drift", "template-drift", (1, 2, 4, 8), "prompt tokens that differ", 0)
 def template_drift(scene: Scene, severity: float) -> None:
     """The trainer's prompt was rendered by another chat template: some of its last tokens differ."""
     spec = scene.run.spec
@@ -154,8 +154,7 @@ def retokenised(scene: Scene, severity: float) -> None:
     hit = hit if len(hit) else np.array([0])
     for i in hit:
         at = spec.prompt + int(scene.rng.integers(2, max(3, scene.run.length[i] // 2)))
-        full[i, at] = scene.rng.integers(1, spec.config().vocab)
-        full[i, at + 1 : -1] = full[i, at + 2 :]
+        full[i, at:-1] = full[i, at + 1 :]
     chosen = np.zeros(scene.run.rollout.shape, bool)
     chosen[hit] = True
     scene.sides.append((chosen, dataclasses.replace(scene.train, full=full)))
@@ -212,7 +211,10 @@ def mask_eos(scene: Scene, severity: float) -> None:
         mask = log.mask.copy()
         last = log.offsets[1:] - 1
         assert log.tokens is not None
-        mask[last[(log.tokens[last] == EOS) & chosen]] = False
+        ended = log.tokens[last] == EOS
+        hit = ended & chosen
+        hit[np.flatnonzero(ended)[:2]] = True
+        mask[last[hit]] = False
         return dataclasses.replace(log, mask=mask)
 
     scene.log_hooks.append(hook)

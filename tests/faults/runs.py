@@ -1,6 +1,6 @@
 """Base runs: prompts, sampled responses and the rollout's logprobs, before any fault.
 
-Shape legend: S samples, P prompt tokens, T response positions (padded; ``length`` says how many are real), V vocabulary.
+Shape legend: S samples, P prompt tokens, T response positions (padded, ``length`` are real), V vocabulary.
 """
 
 from __future__ import annotations

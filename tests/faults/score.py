@@ -1,7 +1,7 @@
 """Sets the doctor's thresholds on one half of the seeds and scores it on the other.
 
-    python -m tests.faults calibrate                 writes rl_engine/diagnose/thresholds.json
-    python -m tests.faults score [--write]           scores the held-out half (--write: the table in the docs)
+python -m tests.faults calibrate                 writes rl_engine/diagnose/thresholds.json
+python -m tests.faults score [--write]           scores the held-out half (--write: the table in the docs)
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ HELD_OUT = tuple(range(301, 309))
 # No detector fires below these many standard errors, however quiet the clean runs were.
 FLOOR = {"form": 3.7, "place": 4.0, "general": 5.0, "fact": 3.0, "fine": 0.0}
 LEAST_FIT = {"template-drift": 0.4, "tied-head": 0.15, "quantised-rollout": 0.3, "router-dtype": 0.2, "lora-scale": 0.2}
+# Searches over many places: a larger floor than their kind's.
+HIGHER = {"block-edges": 5.0, "router-dtype": 8.0}
 MARGIN = 1.15
 # Pairs that act on different things, so that both can be seen in one log.
 PAIRS = (
@@ -57,7 +59,7 @@ def calibrate(seeds: tuple[int, ...]) -> dict[str, object]:
                     highest[evidence.cause] = max(highest[evidence.cause], float(evidence.strength))
     limits = {
         name: {
-            "strength": round(max(FLOOR[cause.kind], MARGIN * highest[name]), 2),
+            "strength": round(max(HIGHER.get(name, FLOOR[cause.kind]), MARGIN * highest[name]), 2),
             "fit": LEAST_FIT.get(name, 0.1),
             "highest_clean": round(highest[name], 2),
         }
@@ -118,7 +120,7 @@ def score_clean(seeds: tuple[int, ...]) -> tuple[int, list[str]]:
 
 
 def smallest_severity(seeds: tuple[int, ...]) -> dict[str, float | None]:
-    """Per fault the smallest ladder step named first in all but at most a quarter of the seeds, as do all larger ones."""
+    """Per fault the smallest ladder step that, like all larger ones, is named first in three quarters of the seeds."""
     out: dict[str, float | None] = {}
     for name, item in FAULTS.items():
         found = None
@@ -179,9 +181,9 @@ def _table(
         f"| two faults at once ({pairs[0]} runs) | first place is one of them {pairs[1] / pairs[0]:.1%}, "
         f"both among the first three {pairs[2] / pairs[0]:.1%} |",
         "",
-        "Severities are drawn from the nominal part of each ladder. The smallest detectable one is the lowest step that,",
-        "like all larger ones, is named first in at least three quarters of four held-out seeds; it holds for runs of",
-        "this size (mostly 4,000 to 10,000 tokens) and falls about with the root of the number of samples.",
+        "Severities are drawn from the nominal part of each ladder. The smallest detectable one is the lowest step",
+        "that, like all larger ones, is named first in at least three quarters of four held-out seeds; it holds for",
+        "runs of this size (mostly 4,000 to 10,000 tokens) and falls about with the root of the number of samples.",
         "",
         "| fault | cause | first | first three | nominal severity | smallest detectable | said instead |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -190,10 +192,11 @@ def _table(
         item = FAULTS[name]
         nominal = item.ladder[item.nominal :]
         span = f"{nominal[0]:g}" if len(nominal) == 1 else f"{nominal[0]:g} to {nominal[-1]:g}"
-        small = least[name]
+        small = "none on the ladder" if least[name] is None else f"{least[name]:g}"
+        instead = ", ".join(sorted(tally.instead)) or "-"
         lines.append(
-            f"| {name} | `{item.cause}` | {tally.first}/{tally.runs} | {tally.third}/{tally.runs} | {span} ({item.unit}) | "
-            f"{'none on the ladder' if small is None else f'{small:g}'} | {', '.join(sorted(tally.instead)) or '-'} |"
+            f"| {name} | `{item.cause}` | {tally.first}/{tally.runs} | {tally.third}/{tally.runs} "
+            f"| {span} ({item.unit}) | {small} | {instead} |"
         )
     lines += ["", "Clean kinds: " + ", ".join(VARIANTS) + "."]
     if clean[1]:
@@ -238,7 +241,9 @@ def main(argv: list[str] | None = None) -> int:
         TABLE.write_text(text, encoding="utf-8")
     print(f"{time.monotonic() - start:.0f} s", file=sys.stderr)
     runs = sum(t.runs for t in tallies.values())
-    good = sum(t.first for t in tallies.values()) >= 0.9 * runs and sum(t.third for t in tallies.values()) >= 0.97 * runs
+    good = (
+        sum(t.first for t in tallies.values()) >= 0.9 * runs and sum(t.third for t in tallies.values()) >= 0.97 * runs
+    )
     return 0 if good and not clean[1] else 1
 
 

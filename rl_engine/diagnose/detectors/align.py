@@ -64,7 +64,7 @@ def shifted(frame: Frame) -> tuple[list[Evidence], Bools]:
     gain, start = best[pick, rows], np.stack([s for _, s in gains])[pick, rows]
     tail = np.maximum(count - start, 1)
     # Half of the gap must go away, over at least four tokens and by a size that chance does not reach.
-    hit = (gain > 3.0) & (gain > 0.5 * energy) & (tail >= 4) & (gain / tail > 0.12)
+    hit = (gain > 3.0) & (gain > 0.4 * energy) & (tail >= 4) & (gain / tail > 0.1)
     if not hit.any():
         return [], none
     out = []
@@ -74,14 +74,15 @@ def shifted(frame: Frame) -> tuple[list[Evidence], Bools]:
             continue
         lag = LAGS[int(np.bincount(pick[chosen], minlength=len(LAGS)).argmax())]
         share = float(gain[chosen].sum() / max(excess, 1e-9))
+        inside = float(np.median(gain[chosen] / energy[chosen]))
         where = "" if cause == "shift" else f" from token {int(np.median(start[chosen]))} on (median)"
         detail = (
             f"{int(chosen.sum())} of {int((count > 0).sum())} samples fit when train logprobs are paired with rollout "
             f"logprobs {abs(lag)} place{'s' if abs(lag) > 1 else ''} {'later' if lag > 0 else 'earlier'}{where}; that "
-            f"removes {share:.0%} of the whole gap"
+            f"removes {inside:.0%} of their gap (median) and {share:.0%} of the whole"
         )
         numbers: dict[str, float | str] = {"samples": int(chosen.sum()), "lag": lag, "removed": share}
-        out.append(Evidence(cause, float(gain[chosen].sum()), 0.5 + 0.47 * min(1.0, share * 1.3), detail, numbers))
+        out.append(Evidence(cause, float(gain[chosen].sum()), 0.5 + 0.47 * min(1.0, inside * 1.2), detail, numbers))
     return out, hit
 
 
@@ -104,12 +105,15 @@ def permuted(frame: Frame, ignore: Bools) -> tuple[list[Evidence], Bools]:
 
     match = unit(frame.train, suspects) @ unit(frame.rollout, able).T
     match[suspects[:, None] == able[None, :]] = -1
-    found = match.max(axis=1) > 0.95
-    if found.sum() < 2:
+    # Samples that repeat themselves resemble many others; a permutation has one clear donor for each, and each once.
+    ranked = np.sort(match, axis=1)
+    found = (ranked[:, -1] > 0.95) & (ranked[:, -2] < 0.85)
+    donors = match.argmax(axis=1)[found]
+    if found.sum() < 2 or len(np.unique(donors)) < 0.8 * len(donors):
         return [], none
     hit = none.copy()
     hit[suspects[found]] = True
-    pairs = ", ".join(f"{a}<-{able[b]}" for a, b in zip(suspects[found][:3], match.argmax(axis=1)[found][:3], strict=True))
+    pairs = ", ".join(f"{a}<-{able[b]}" for a, b in zip(suspects[found][:3], donors[:3], strict=True))
     detail = f"train logprobs of {int(hit.sum())} samples follow other samples' rollout logprobs ({pairs})"
     strength = 10.0 * float(found.sum())
     fit = 0.6 + 0.37 * float(found.mean())

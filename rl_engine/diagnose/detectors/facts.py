@@ -121,8 +121,9 @@ def filler_in_mask(log: TokenLog) -> tuple[list[Evidence], Bools]:
     gap = log.train[runs].astype(np.float64) - log.rollout[runs]
     # Where the whole log is off, or a real loop of one certain token is scored differently, a run means nothing.
     others = log.mask & ~runs & np.isfinite(log.train) & np.isfinite(log.rollout)
-    usual = float(np.median(np.abs(log.train[others] - log.rollout[others]))) if others.any() else 0.0
-    far = np.bincount(chosen, weights=gap) / np.maximum(count, 1) < min(floor, -8 * usual)
+    typical = np.abs(log.train[others].astype(np.float64) - log.rollout[others])
+    usual = float(np.minimum(typical, 4).mean()) if others.any() else 0.0
+    far = np.bincount(chosen, weights=gap) / np.maximum(count, 1) < min(floor, -6 * usual)
     if log.tokens is not None and far.any():
         inside = far[chosen]
         pairs = chosen[inside] * (int(log.tokens.max()) + 1) + log.tokens[runs][inside]

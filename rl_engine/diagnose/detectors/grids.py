@@ -9,6 +9,9 @@ from rl_engine.diagnose.causes import Evidence
 from rl_engine.diagnose.detectors.distribution import setting
 from rl_engine.diagnose.frame import Array, Frame
 
+# Log-odds looked at: below, several rivals share the rest; above, fp32 itself rounds the logprob too coarsely.
+LOW, HIGH = 1.5, 8.0
+
 
 def _storage(values: npt.NDArray[np.float32]) -> str | None:
     """``bf16``, ``fp16`` or ``N decimals`` when nearly all non-zero values are on that grid, else None."""
@@ -46,8 +49,9 @@ def _odds(x: Array) -> Array:
 
 
 def _resultant(values: Array, spacing: float) -> float:
-    """Length of the mean of exp(2 pi i value / spacing), 0 to 1."""
-    return float(np.abs(np.exp(2j * np.pi * values / spacing).mean()))
+    """Length of the mean of exp(2 pi i value / spacing), 0 to 1, tapered so that the range's ends leave no trace."""
+    weight = np.square(np.sin(np.pi * (values - LOW) / (HIGH - LOW)))
+    return float(np.abs((weight * np.exp(2j * np.pi * values / spacing)).sum()) / max(float(weight.sum()), 1e-12))
 
 
 def logits(frame: Frame) -> list[Evidence]:
@@ -56,34 +60,36 @@ def logits(frame: Frame) -> list[Evidence]:
     A token with one strong rival has log-odds z_y - z_rival, a multiple of the logits' spacing when they were rounded
     before the softmax. The resultant length of the phase of log-odds / spacing measures it (0: none, 1: all).
     """
-    p = frame.probability
-    chosen = (p > 0.8) & (p < 0.9995) & (frame.train < -1e-4)
-    count = int(chosen.sum())
+    storage = {"rollout": _storage(frame.log.rollout[frame.index]), "train": _storage(frame.log.train[frame.index])}
+    sides = {}
+    for side, values in (("rollout", frame.rollout), ("train", frame.train)):
+        odds = _odds(values[(values < -1e-4) & (values > -0.3)])
+        sides[side] = odds[(odds > LOW) & (odds < HIGH)]
+    count = min(len(odds) for odds in sides.values())
     if count < 100:
         return []
-    storage = {"rollout": _storage(frame.log.rollout[frame.index]), "train": _storage(frame.log.train[frame.index])}
-    sides = {"rollout": _odds(frame.rollout[chosen]), "train": _odds(frame.train[chosen])}
     known = setting(frame.log.samples.temperature) or 1.0
     best: tuple[float, str, float, float] = (0.0, "", 0.0, 0.0)
-    for step in 2.0 ** np.arange(-10, 0):
+    for step in 2.0 ** np.arange(-9, -1):
         for scale in {1.0, 1.0 / known}:
             length = {side: _resultant(value, step * scale) for side, value in sides.items()}
             for side, other in (("rollout", "train"), ("train", "rollout")):
-                z = (length[side] - length[other]) * np.sqrt(2 * count)
+                # 1.5: what the taper costs in independent tokens.
+                z = (length[side] - length[other]) * np.sqrt(2 * count / 1.5)
                 if z <= best[0] or storage[side] is not None:
                     continue
                 # A lump in the distribution of log-odds also shows at spacings that no format has.
                 lump = max(_resultant(sides[side], step * scale * off) for off in (0.81, 0.9, 1.1, 1.23))
-                z = min(z, (length[side] - lump) * np.sqrt(2 * count))
+                z = min(z, (length[side] - lump) * np.sqrt(2 * count / 1.5))
                 if z > best[0]:
                     best = (float(z), side, float(step), length[side])
-    z, side, step, length = best
+    z, side, step, resultant = best
     if z == 0.0:
         return []
-    kind = "bf16" if step >= 1 / 32 else "fp16 or bf16 of small logits"
+    kind = "bf16" if step >= 1 / 16 else "fp16, or bf16 of small logits"
     detail = (
         f"log-odds of likely tokens lie on multiples of {step:g} on the {side} side only "
-        f"(resultant {length:.2f}, {z:.1f} standard errors): logits rounded to {kind}"
+        f"(resultant {resultant:.2f}, {z:.1f} standard errors): logits rounded to {kind}"
     )
-    numbers: dict[str, float | str] = {"side": side, "spacing": step, "resultant": length}
-    return [Evidence("logits-dtype", z, 0.6 + 0.35 * min(1.0, length / 0.3), detail, numbers)]
+    numbers: dict[str, float | str] = {"side": side, "spacing": step, "resultant": resultant}
+    return [Evidence("logits-dtype", z, 0.6 + 0.35 * min(1.0, resultant / 0.3), detail, numbers)]

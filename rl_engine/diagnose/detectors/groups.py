@@ -33,7 +33,7 @@ def levels(frame: Frame) -> Levels:
 
 
 def _split(levels_: Levels, hit: Mask) -> tuple[float, float, float]:
-    """(normal score of the levels' contrast, share of the energy above the others' level that the chosen hold, size ratio)."""
+    """(normal score of the levels' contrast, share of all energy that the chosen hold in excess, size ratio)."""
     valid = np.isfinite(levels_.level)
     inside, outside = levels_.level[hit & valid], levels_.level[~hit & valid]
     t = contrast(inside, outside)
@@ -100,11 +100,11 @@ def batch(frame: Frame, lev: Levels) -> list[Evidence]:
     if found is None:
         return []
     t, share, ratio, cut, above = found
-    exact = frame.per_sample((frame.raw_gap == 0).astype(np.float64))[0]
-    low, high = exact[sizes < cut], exact[sizes >= cut]
+    equal, small = frame.raw_gap == 0, sizes[frame.sample] < cut
+    low, high = equal[small].mean() if small.any() else 0.0, equal[~small].mean() if (~small).any() else 0.0
     detail = (
         f"batches of {cut:g} and more have {'larger' if above else 'smaller'} gaps (ratio {ratio:.2f}, t {t:.1f}); "
-        f"exact tokens {np.nanmean(low):.0%} below, {np.nanmean(high):.0%} above"
+        f"exact tokens {low:.0%} below, {high:.0%} above"
     )
     numbers: dict[str, float | str] = {"batch_size": cut, "ratio": ratio, "t": t, "explained": share}
     return [Evidence("batch-dependence", t, _grade(share, ratio), detail, numbers)]
@@ -124,7 +124,9 @@ def versions(frame: Frame, lev: Levels) -> list[Evidence]:
             if found is not None:
                 t, share, ratio, cut, _ = found
                 by_age = ", ".join(f"{a:g}: {_mean_gap(frame, age == a):.4f}" for a in np.unique(age)[:5])
-                detail = f"samples {cut:g} or more versions old have {ratio:.2f} times the gap (t {t:.1f}); by age {by_age}"
+                detail = (
+                    f"samples {cut:g} or more versions old have {ratio:.2f} times the gap (t {t:.1f}); by age {by_age}"
+                )
                 numbers: dict[str, float | str] = {"age": cut, "ratio": ratio, "t": t, "explained": share}
                 out.append(Evidence("stale-weights", t, _grade(share, ratio), detail, numbers))
     if len(np.unique(version)) > 2:

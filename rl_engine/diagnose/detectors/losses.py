@@ -7,7 +7,13 @@ import numpy as np
 from rl_engine.diagnose.causes import Evidence
 from rl_engine.diagnose.log import TokenLog
 
-MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "sum over padded tokens", "sum over tokens padded to the log's longest")
+MODES = (
+    "token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "sum over padded tokens",
+    "sum over tokens padded to the log's longest",
+)
 
 
 def _expected(log: TokenLog, ratio: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -29,7 +35,13 @@ def _expected(log: TokenLog, ratio: bool) -> tuple[np.ndarray, np.ndarray, np.nd
     tokens = np.bincount(inverse, weights=length)
     means = np.bincount(inverse, weights=advantage * total / np.maximum(length, 1))
     longest = np.array([length[inverse == i].max() for i in range(len(steps))])
-    columns = (per_step / np.maximum(tokens, 1), means / rows, per_step / rows, per_step / (rows * np.maximum(longest, 1)), per_step / (rows * max(length.max(), 1)))
+    columns = (
+        per_step / np.maximum(tokens, 1),
+        means / rows,
+        per_step / rows,
+        per_step / (rows * np.maximum(longest, 1)),
+        per_step / (rows * max(length.max(), 1)),
+    )
     recorded = np.array([samples.loss[inverse == i][0] for i in range(len(steps))])
     return recorded, -np.stack(columns, axis=1), -per_step
 
@@ -50,9 +62,7 @@ def denominator(log: TokenLog) -> list[Evidence]:
         for i, mode in enumerate(MODES):
             error = float(np.abs(recorded - expected[:, i]).max()) / scale
             errors[mode] = min(errors.get(mode, np.inf), error)
-        target = (
-            summed / log.facts.loss_denominator if log.facts.loss_denominator else expected[:, MODES.index(stated)]
-        )
+        target = summed / log.facts.loss_denominator if log.facts.loss_denominator else expected[:, MODES.index(stated)]
         fitted = float((recorded * target).sum() / max(float((target * target).sum()), 1e-30))
         left = float(np.abs(recorded - fitted * target).max()) / scale
         if left < off:

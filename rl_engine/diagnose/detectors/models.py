@@ -14,7 +14,7 @@ HONEST = {"bf16": 0.1, "fp16": 0.0125, "fp32": 0.001}
 
 
 def logit_noise(frame: Frame) -> float:
-    """Standard deviation of logit noise that would explain the median gap; certain tokens say nothing and are left out."""
+    """Standard deviation of logit noise that would explain the median gap of tokens that are not certain."""
     p = np.exp(np.minimum((frame.rollout + frame.train) / 2, 0.0))
     chosen = p < 0.9
     if chosen.sum() < 8:
@@ -100,7 +100,9 @@ def head(frame: Frame) -> list[Evidence]:
     detail = f"the token's id explains {share:.0%} of the gap's variance (F {ratio:.1f}): rows of the head differ"
     numbers: dict[str, float | str] = {"explained": share, "f": ratio}
     # A head that differs is still a distribution: lost mass makes a gap per position that looks like one per token.
-    lost = abs(float(np.log(np.exp(np.clip(frame.raw_gap, -30, 4)).mean()))) / max(float(np.abs(frame.gap).mean()), 1e-9)
+    lost = abs(float(np.log(np.exp(np.clip(frame.raw_gap, -30, 4)).mean()))) / max(
+        float(np.abs(frame.gap).mean()), 1e-9
+    )
     fit = float(np.clip((share - 0.06) / 0.1, 0, 1)) * float(np.clip(1.5 - 3 * lost, 0, 1))
     return [Evidence("tied-head", strength, fit, detail, numbers)]
 
@@ -115,9 +117,14 @@ def heavy_tail(frame: Frame) -> list[Evidence]:
     share = float(energy[far].sum() / max(float(energy.sum()), 1e-12))
     # Rounding noise has under 1.2 % of tokens beyond six times its mean size, with about a quarter of the energy.
     strength = (rate - 0.012) / np.sqrt(0.012 / len(frame))
-    detail = f"{rate:.1%} of tokens hold {share:.0%} of the gap energy; the bulk is small (median {np.median(np.abs(frame.gap)):.4f})"
-    numbers: dict[str, float | str] = {"far_share": rate, "energy": share}
-    return [Evidence("router-dtype", float(strength), float(np.clip((share - 0.45) / 0.3, 0, 1)), detail, numbers)]
+    median = float(np.median(np.abs(frame.gap)))
+    detail = f"{rate:.1%} of tokens hold {share:.0%} of the gap energy; the bulk is small (median {median:.4f})"
+    # Logits on a grid also flip rarely, but by one small step and between equal values; another expert moves far.
+    reach = float(np.quantile(np.abs(frame.gap), 0.999))
+    equal = float((frame.raw_gap == 0).mean())
+    numbers: dict[str, float | str] = {"far_share": rate, "energy": share, "p999": reach, "equal": equal}
+    fit = float(np.clip((share - 0.45) / 0.3, 0, 1) * np.clip(reach / 0.5, 0, 1) * (0.2 if equal > 0.2 else 1.0))
+    return [Evidence("router-dtype", float(strength), fit, detail, numbers)]
 
 
 def too_large(frame: Frame) -> list[Evidence]:

@@ -114,7 +114,9 @@ def edges(frame: Frame) -> list[Evidence]:
     phase = frame.position % period
     hit = (phase == place) | (phase == (place + 1) % period) if period > 16 else phase == place
     share, ratio = _share(frame, hit)
-    detail = f"tokens at position {place} of every {period} have {ratio:.2f} times the gap; {share:.0%} of all gap energy"
+    detail = (
+        f"tokens at position {place} of every {period} have {ratio:.2f} times the gap; {share:.0%} of all gap energy"
+    )
     numbers: dict[str, float | str] = {"period": period, "place": place, "ratio": ratio, "explained": share}
     fit = float(np.clip(share / 0.3, 0, 1)) * float(np.clip((ratio - 1) / 1.0, 0, 1))
     return [Evidence("block-edges", strength, fit, detail, numbers)]
@@ -128,7 +130,9 @@ def after_prompt(frame: Frame) -> list[Evidence]:
         return []
     used = early | late
     centred = np.where(used, size - size[used].mean(), 0.0)
-    t = clustered_t(frame, np.where(early, centred / early.mean(), np.where(late, -centred / late.mean(), 0.0)))
+    larger = clustered_t(frame, np.where(early, centred / early.mean(), np.where(late, -centred / late.mean(), 0.0)))
+    # A different prompt costs likelihood: the early gap is negative as well as large.
+    t = min(larger, -clustered_t(frame, frame.gap, early))
     ratio = float(size[early].mean() / max(size[late].mean(), 1e-9))
     gap = float(np.abs(frame.gap[early]).mean())
     signed = float(frame.gap[early].mean())
@@ -137,7 +141,6 @@ def after_prompt(frame: Frame) -> list[Evidence]:
         f"mean gap {signed:+.3f}"
     )
     numbers: dict[str, float | str] = {"ratio": ratio, "t": t, "gap": gap}
-    # A different prompt costs likelihood: the mean gap is negative and of the order of its size.
     cost = float(np.clip(-signed / max(gap, 1e-9) / 0.3, 0, 1))
     fit = float(np.clip((ratio - 1) / 0.35, 0, 1)) * cost
     return [Evidence("template-drift", t, fit, detail, numbers)]
