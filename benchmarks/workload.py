@@ -50,7 +50,7 @@ def shape(options: argparse.Namespace, layers: int | None = None) -> ModelConfig
 
 def copy(weights: ModelWeights) -> ModelWeights:
     """Weights of their own memory: an engine owns what it is given."""
-    return ModelWeights(weights.config, weights.export().__getitem__)
+    return weights.clone()
 
 
 def about(options: argparse.Namespace, provider: str, config: ModelConfig) -> dict[str, Any]:

@@ -1,41 +1,91 @@
-"""Weights as they cross between engines: bytes with a digest per tensor, checked on arrival."""
+"""Weights as they cross between engines: rows of HF tensors as bytes, from any layout to any other, with digests."""
 
 from __future__ import annotations
 
-import numpy as np
-import torch
+from collections.abc import Sequence
 
-from rl_engine.engines.types import WeightSnapshot
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rl_engine.engines.types import TensorRows, WeightSnapshot
 from rl_engine.models.weights import ModelWeights
 from rl_engine.numerics.digest import tensor_digest
 
+Bits = npt.NDArray[np.uint16]
+
 
 class SnapshotMismatch(RuntimeError):
-    """A tensor's bytes are not those that were exported."""
+    """Rows are missing, or bytes are not those that were exported."""
 
 
 def export_snapshot(weights: ModelWeights, version: int) -> WeightSnapshot:
-    """The model's bf16 weights by HF name."""
-    tensors, digests = {}, {}
-    with torch.no_grad():
-        for name, tensor in weights.export().items():
-            tensors[name] = tensor.detach().view(torch.int16).numpy().view(np.uint16)
-            digests[name] = tensor_digest(name, tensor.detach())
-    return WeightSnapshot(version, tensors, digests)
+    """This rank's bf16 rows by HF name; views, nothing is copied."""
+    tensors = {
+        name: TensorRows(first, rows.detach().view(torch.int16).numpy().view(np.uint16))
+        for name, (first, rows) in weights.export_rows().items()
+    }
+    return WeightSnapshot(version, tensors, own_digests(weights))
 
 
-def load_snapshot(weights: ModelWeights, snapshot: WeightSnapshot) -> dict[str, str]:
-    """Replaces ``weights`` by the snapshot; the digests of what arrived.
+def rows_of(snapshots: Sequence[WeightSnapshot], name: str, first: int, last: int) -> Bits:
+    """Rows [first, last) of HF tensor ``name`` from the ranks' snapshots; a copy only where they come from several.
 
     Raises:
-        SnapshotMismatch: a digest differs from the exporter's.
+        SnapshotMismatch: no rank exported some of the rows.
     """
-    tensors, digests = {}, {}
-    for name, bits in snapshot.tensors.items():
-        tensor = torch.from_numpy(np.ascontiguousarray(bits).view(np.int16).copy()).view(torch.bfloat16)
-        digests[name] = tensor_digest(name, tensor)
-        if digests[name] != snapshot.digests.get(name):
-            raise SnapshotMismatch(f"{name} of weight version {snapshot.version} arrived with another digest")
-        tensors[name] = tensor
-    weights.load(tensors)
+    pieces: list[Bits] = []
+    place = first
+    for part in sorted((s.tensors[name] for s in snapshots if name in s.tensors), key=lambda rows: rows.first):
+        start, end = max(place, part.first), min(last, part.first + len(part.bits))
+        if start == place and start < end:
+            pieces.append(part.bits[start - part.first : end - part.first])
+            place = end
+    if place != last or not pieces:
+        raise SnapshotMismatch(f"rows {place} to {last} of {name} were exported by no rank")
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def _as_tensor(bits: Bits) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(bits).view(np.int16)).view(torch.bfloat16)
+
+
+def snapshot_digests(snapshots: Sequence[WeightSnapshot]) -> dict[str, str]:
+    """Digest of every whole HF tensor, whatever the layout that exported it."""
+    names = {name for snapshot in snapshots for name in snapshot.tensors}
+    digests = {}
+    for name in sorted(names):
+        last = max(s.tensors[name].first + len(s.tensors[name].bits) for s in snapshots if name in s.tensors)
+        digests[name] = tensor_digest(name, _as_tensor(rows_of(snapshots, name, 0, last)))
     return digests
+
+
+def shard_digests(snapshots: Sequence[WeightSnapshot], rows: dict[str, tuple[int, int]]) -> dict[str, str]:
+    """Digest of rows (first, last + 1) of every tensor, as an engine rank that holds them would report it."""
+    return {
+        name: tensor_digest(name, _as_tensor(rows_of(snapshots, name, first, last)))
+        for name, (first, last) in rows.items()
+    }
+
+
+def own_digests(weights: ModelWeights) -> dict[str, str]:
+    """Digest of the rows that this rank holds of every HF tensor."""
+    return {name: tensor_digest(name, rows.detach()) for name, rows in weights.export().items()}
+
+
+def load_snapshots(weights: ModelWeights, snapshots: Sequence[WeightSnapshot]) -> dict[str, str]:
+    """Replaces ``weights`` by this rank's rows of the snapshots; digests of what arrived, before anything is packed.
+
+    Raises:
+        SnapshotMismatch: a row that no rank exported, or snapshots of different versions.
+    """
+    versions = {snapshot.version for snapshot in snapshots}
+    if len(versions) != 1:
+        raise SnapshotMismatch(f"snapshots of versions {sorted(versions)}")
+
+    def read(name: str, first: int, last: int) -> Tensor:
+        return _as_tensor(rows_of(snapshots, name, first, last))
+
+    weights.load(read)
+    return own_digests(weights)

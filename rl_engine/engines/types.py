@@ -79,11 +79,19 @@ def retained_ids(row: RetainedRow, vocabulary: int) -> npt.NDArray[np.int32]:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class TensorRows:
+    """Rows [first, first + len) of an exported HF tensor: bf16 bits as uint16."""
+
+    first: int
+    bits: npt.NDArray[np.uint16]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class WeightSnapshot:
-    """Every exported tensor: HF name -> bf16 bits as uint16, with a digest per tensor."""
+    """What one trainer rank exports: HF name -> its rows, and their digest."""
 
     version: int
-    tensors: dict[str, npt.NDArray[np.uint16]]
+    tensors: dict[str, TensorRows]
     digests: dict[str, str]
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_engine.models.config import ModelConfig, read_config
+from rl_engine.models.sharding import Sharding
 from rl_engine.models.weights import ModelWeights, WeightMismatch
 
 INDEX = "model.safetensors.index.json"
@@ -35,8 +36,8 @@ def _files(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(file.keys(), folder / SINGLE)
 
 
-def load_weights(folder: Path, config: ModelConfig | None = None) -> ModelWeights:
-    """The checkpoint's weights in bf16.
+def load_weights(folder: Path, config: ModelConfig | None = None, sharding: Sharding | None = None) -> ModelWeights:
+    """The checkpoint's weights in bf16; with ``sharding`` only that rank's rows are read.
 
     Raises:
         WeightMismatch: a tensor is missing or of another shape, or a file is damaged.
@@ -48,12 +49,17 @@ def load_weights(folder: Path, config: ModelConfig | None = None) -> ModelWeight
         for path in sorted(set(files.values())):
             handles[path] = safe_open(path, framework="pt")
 
-        def read(name: str) -> Tensor:
+        shapes = config.tensor_shapes()
+
+        def read(name: str, first: int, last: int) -> Tensor:
             if name not in files:
                 raise WeightMismatch(f"{folder} holds no tensor {name}")
-            return handles[files[name]].get_tensor(name)
+            rows = handles[files[name]].get_slice(name)
+            if tuple(rows.get_shape()) != shapes[name]:
+                raise WeightMismatch(f"{name} has shape {tuple(rows.get_shape())}, expected {shapes[name]}")
+            return rows[first:last]
 
-        return ModelWeights(config, read)
+        return ModelWeights(config, read, sharding)
     except (SafetensorError, OSError) as error:
         raise WeightMismatch(f"{folder}: {error}") from error
 
@@ -116,7 +122,8 @@ def config_json(config: ModelConfig) -> dict[str, object]:
 
 
 def save_checkpoint(folder: Path, weights: ModelWeights, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Writes ``config.json`` and the weights; the folder must exist."""
+    """Writes ``config.json`` and the weights of an unsharded model; the folder must exist."""
+    assert weights.sharding.size == 1
     (folder / "config.json").write_text(json.dumps(config_json(weights.config), indent=1))
     with torch.no_grad():
         save_tensors(folder, weights.export(), max_shard_bytes)

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from rl_engine.models.config import ModelConfig
+from rl_engine.models.placement import OneRank
+from rl_engine.models.sharded import Sharded
 from rl_engine.models.weights import ModelWeights
 from rl_engine.ops import Operators
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.rope import RopeTable
 from rl_engine.ops.sample import DrawKey
-from rl_engine.ops.sample.retained import retained_mask
-from rl_engine.ops.selected_logp import inverse_temperature
 from rl_engine.ops.weight import Weight
+from rl_engine.parallel import Mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,17 +99,25 @@ class Decoder:
     """Hidden states of tokens; what attention sees is the caller's (packed samples, or a KV cache).
 
     Args:
-        weights: the model's weights.
+        weights: the model's weights, or one TP rank's rows of them.
         operators: providers to compute with.
         positions: longest sample that will be seen (rows of the rotary table).
+        mesh: the ranks that compute together; one by default.
     """
 
-    def __init__(self, weights: ModelWeights, operators: Operators, positions: int) -> None:
+    def __init__(self, weights: ModelWeights, operators: Operators, positions: int, mesh: Mesh | None = None) -> None:
         self.config: ModelConfig = weights.config
         self.weights = weights
         self.ops = operators
+        alone = mesh is None or mesh.size == 1
+        self.place = OneRank(operators, weights.sharding) if alone else Sharded(operators, weights.sharding, mesh)
         self.table = RopeTable.build(self.config.inverse_frequencies(), positions)
         self.layers = [_layer_weights(weights, i, self.config.qk_norm) for i in range(self.config.layers)]
+
+    @property
+    def cache_heads(self) -> int:
+        """KV heads of this rank's cache."""
+        return self.weights.sharding.kv_heads
 
     def hidden(
         self,
@@ -122,55 +131,50 @@ class Decoder:
 
         ``layout`` is needed where gradients are; ``recompute`` keeps only each layer's input for the backward pass.
         """
-        stream = self.ops.embedding(ids, self.weights.embedding)
+        stream = self.place.embedding(ids, self.weights.embedding, layout)
         for index in range(self.config.layers):
             if recompute and torch.is_grad_enabled():
                 stream = _Recomputed.apply(stream, self, index, positions, attend, layout)
             else:
                 stream = self._layer(index, stream, positions, attend, layout)
-        return self.ops.rms_norm(stream, self.weights["model.norm.weight"], self.config.norm_eps, layout)
+        return self.place.norm(stream, self.weights["model.norm.weight"], self.config.norm_eps, layout)
 
     def _layer(
         self, index: int, stream: Tensor, positions: Tensor, attend: Attend, layout: PackedLayout | None
     ) -> Tensor:
-        ops, layer, eps = self.ops, self.layers[index], self.config.norm_eps
-        normed = ops.rms_norm(stream, layer.input_norm, eps, layout)
-        q, k, v = self._heads(ops.linear(normed, layer.qkv, None, layout))
+        place, layer, eps = self.place, self.layers[index], self.config.norm_eps
+        normed = place.norm(stream, layer.input_norm, eps, layout)
+        q, k, v = self._heads(place.project(normed, layer.qkv, layout))
         if layer.q_norm is not None and layer.k_norm is not None:
-            q = ops.qk_norm(q, layer.q_norm, eps, layout)
-            k = ops.qk_norm(k, layer.k_norm, eps, layout)
-        q, k = ops.rope(q, positions, self.table), ops.rope(k, positions, self.table)
+            q = place.qk_norm(q, layer.q_norm, eps, layout)
+            k = place.qk_norm(k, layer.k_norm, eps, layout)
+        q, k = self.ops.rope(q, positions, self.table), self.ops.rope(k, positions, self.table)
         attended = attend(index, q, k, v).flatten(1)
-        stream = ops.linear(attended, layer.o, stream, layout)
-        normed = ops.rms_norm(stream, layer.post_norm, eps, layout)
-        activated = ops.swiglu(ops.linear(normed, layer.gate_up, None, layout))
-        return ops.linear(activated, layer.down, stream, layout)
+        stream = place.project_back(attended, layer.o, stream, layout)
+        normed = place.norm(stream, layer.post_norm, eps, layout)
+        activated = self.ops.swiglu(place.project(normed, layer.gate_up, layout))
+        return place.project_back(activated, layer.down, stream, layout)
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Views [T, N, D] of q, k, v in the joined projection."""
-        d = self.config.head_dim
-        sizes = [self.config.heads * d, self.config.kv_heads * d, self.config.kv_heads * d]
+        """Views [T, N, D] of this rank's q, k, v in the joined projection."""
+        d, sharding = self.config.head_dim, self.weights.sharding
+        sizes = [sharding.heads * d, sharding.kv_heads * d, sharding.kv_heads * d]
         q, k, v = (part.unflatten(1, (-1, d)) for part in qkv.split(sizes, dim=1))
         return q, k, v
 
     def draw(self, hidden: Tensor, temperature: float, top_k: int, top_p: float, keys: list[DrawKey]) -> Drawn:
         """Draws the token after each row of hidden bf16 [R, H]; one key a row, all of one seed and step."""
-        z = self.ops.logits(hidden, self.weights.head)
-        inv_t = inverse_temperature(temperature)
-        mask = retained_mask(z, inv_t, top_k, top_p)
-        tokens = self.ops.draw(z, inv_t, mask, keys)
-        logprobs, _ = self.ops.logp_from_logits(z, tokens, temperature, mask)
-        return Drawn(tokens, logprobs, mask)
+        return Drawn(*self.place.draw(hidden, self.weights.head, temperature, top_k, top_p, keys))
 
     def raw_logprobs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """fp32 [R]: log-probability of tokens int64 [R] at temperature 1 over the whole vocabulary."""
-        logprobs, _ = self.ops.logp_from_logits(self.ops.logits(hidden, self.weights.head), tokens, 1.0, None)
-        return logprobs
+        return self.place.raw_logprobs(hidden, self.weights.head, tokens)
 
     def hidden_packed(self, ids: Tensor, layout: PackedLayout, recompute: bool = False) -> Tensor:
-        """bf16 [T, H] of whole samples: the training and scoring form."""
+        """bf16 [own tokens, H] of whole samples, ids int64 [T]: the training and scoring form."""
+        own = self.place.own_tokens(layout)
 
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.ops.attention_packed(q, k, v, layout)
+            return self.place.attention(q, k, v, layout)
 
-        return self.hidden(ids, layout.positions, attend, layout, recompute)
+        return self.hidden(ids[own], layout.positions[own], attend, layout, recompute)

@@ -2,67 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from rl_engine.models.config import ModelConfig
+from rl_engine.models.sharding import Sharding, merged_names
 from rl_engine.ops.weight import Part, Weight
+from rl_engine.parallel import Group
 
-MERGED = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
+Read = Callable[[str, int, int], Tensor]  # (HF name, first row, last row + 1) -> tensor of any float dtype
 
 
 class WeightMismatch(ValueError):
     """Tensors do not fit the model: one is missing, unknown or of another shape."""
 
 
-def merged_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Merged weight name -> HF tensor names joined in it, in canonical order."""
-    names: dict[str, tuple[str, ...]] = {}
-    taken: set[str] = set()
-    for name in config.tensor_shapes():
-        if name in taken:
-            continue
-        parts: tuple[str, ...] = (name,)
-        merged = name
-        for target, sources in MERGED.items():
-            if f".{sources[0]}." in name:
-                parts = tuple(name.replace(sources[0], source) for source in sources)
-                merged = name.replace(sources[0], target)
-        names[merged] = parts
-        taken.update(parts)
-    return names
-
-
 class ModelWeights:
-    """Every weight of one model copy, by merged name.
+    """Every weight of one model copy, or of one TP rank's shard of it, by merged name.
 
     Args:
         config: the model's shape.
-        read: HF name -> tensor (any float dtype; rounded to bf16). A tied head is never read.
+        read: gives rows of an HF tensor (any float dtype; rounded to bf16). A tied head is never read.
+        sharding: which rows this rank holds; all of them by default.
     """
 
-    def __init__(self, config: ModelConfig, read: Callable[[str], Tensor]) -> None:
+    def __init__(self, config: ModelConfig, read: Read, sharding: Sharding | None = None) -> None:
         self.config = config
+        self.sharding = sharding or Sharding(config)
         self._shapes = config.tensor_shapes()
         self._weights: dict[str, Weight] = {}
-        for merged, parts in merged_names(config).items():
-            first, joined = 0, []
-            for part in parts:
-                joined.append(Part(part, first, self._shapes[part][0]))
-                first += self._shapes[part][0]
-            self._weights[merged] = Weight(merged, self._join(parts, read), tuple(joined))
+        for merged, names in merged_names(config).items():
+            first, parts = 0, []
+            for name in names:
+                start, end = self.sharding.rows(name)
+                parts.append(Part(name, first, end - start, start))
+                first += end - start
+            self._weights[merged] = Weight(merged, self._join(tuple(parts), read), tuple(parts))
 
-    def _join(self, parts: tuple[str, ...], read: Callable[[str], Tensor]) -> Tensor:
+    def _join(self, parts: tuple[Part, ...], read: Read) -> Tensor:
         tensors = []
         for part in parts:
-            tensor = read(part)
-            if tuple(tensor.shape) != self._shapes[part]:
-                raise WeightMismatch(f"{part} has shape {tuple(tensor.shape)}, expected {self._shapes[part]}")
+            tensor = read(part.name, part.offset, part.offset + part.rows)
+            expected = (part.rows, *self._shapes[part.name][1:])
+            if tuple(tensor.shape) != expected:
+                raise WeightMismatch(f"{part.name} has rows of shape {tuple(tensor.shape)}, expected {expected}")
             tensors.append(tensor.to(torch.bfloat16))
         return torch.cat(tensors) if len(tensors) > 1 else tensors[0].clone()
 
@@ -80,38 +66,86 @@ class ModelWeights:
     def head(self) -> Weight:
         return self.embedding if self.config.tied else self["lm_head.weight"]
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replaces every weight in place.
+    @property
+    def parameter_bytes(self) -> int:
+        """bf16 bytes of this rank's rows, without K-sharded and packed copies."""
+        return sum(2 * math.prod(weight.shape) for weight in self)
+
+    def load(self, read: Read) -> None:
+        """Replaces every weight by what ``read`` gives; K-sharded copies must be refreshed afterwards.
 
         Raises:
-            WeightMismatch: a tensor is missing, unknown or of another shape; nothing was replaced by name checks.
+            WeightMismatch: rows of another shape.
         """
-        different = set(tensors) ^ set(self._shapes)
-        if different:
-            raise WeightMismatch(f"tensor {sorted(different)[0]} is missing or unknown")
         for weight in self:
-            weight.value = self._join(tuple(part.name for part in weight.parts), tensors.__getitem__)
+            trains = weight.value.requires_grad
+            weight.value = self._join(weight.parts, read).requires_grad_(trains)
+
+    def export_rows(self) -> dict[str, tuple[int, Tensor]]:
+        """HF name -> (first row, bf16 view of this rank's rows), in canonical order."""
+        return {
+            part.name: (part.offset, weight.value[part.first : part.first + part.rows])
+            for weight in self
+            for part in weight.parts
+        }
 
     def export(self) -> dict[str, Tensor]:
-        """HF name -> bf16 view, in canonical order."""
-        tensors: dict[str, Tensor] = {}
+        """HF name -> bf16 view of this rank's rows (all of them without sharding), in canonical order."""
+        return {name: rows for name, (_, rows) in self.export_rows().items()}
+
+    def clone(self) -> ModelWeights:
+        """An independent copy of this rank's rows."""
+        rows = self.export_rows()
+
+        def read(name: str, first: int, last: int) -> Tensor:
+            start, values = rows[name]
+            return values.detach()[first - start : last - start].clone()
+
+        return ModelWeights(self.config, read, self.sharding)
+
+    def refresh_input_shards(self, tp: Group) -> None:
+        """Exchanges rows for input columns: every linear gets its second copy, all rows of this rank's input slice.
+
+        The input gradient then is one chain over all canonical columns, computed whole by one rank.
+        """
+        if tp.size == 1:
+            return
         for weight in self:
-            tensors.update(weight.part_values())
-        return tensors
+            if len(weight.shape) == 1 or weight in (self.embedding, self.head):
+                continue
+            slices = [self.sharding.inputs(weight.name, rank) for rank in range(tp.size)]
+            first, last = slices[tp.index]
+            rows = [self.sharding.canonical_rows(weight.name, rank) for rank in range(tp.size)]
+            value = weight.value.detach()
+            received = tp.all_to_all(
+                [value[:, a:b].contiguous() for a, b in slices],
+                [(len(places), last - first) for places in rows],
+                purpose="weights",
+            )
+            total = sum(len(places) for places in rows)
+            copy = torch.empty(total, last - first, dtype=torch.bfloat16)
+            for places, part in zip(rows, received, strict=True):
+                copy[places] = part
+            weight.input_shard = Weight(f"{weight.name}.inputs", copy, (Part(weight.name, 0, total),))
 
 
-def random_weights(config: ModelConfig, seed: int) -> ModelWeights:
-    """Normal weights with logits of a usual spread: 0.02 for the embedding, 1/sqrt(in) elsewhere, gains near 1."""
-    generator = torch.Generator().manual_seed(seed)
+def random_tensor(config: ModelConfig, name: str, seed: int) -> Tensor:
+    """fp32 values of one HF tensor, from the seed and the name alone: usual spread of logits, gains near 1."""
+    shape = config.tensor_shapes()[name]
+    place = list(config.tensor_shapes()).index(name)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed * 100_003 + place))
+    if len(shape) == 1:
+        return 1.0 + 0.1 * values
+    if name == "model.embed_tokens.weight" and not config.tied:
+        return values * 0.5
+    scale = 2.5 if name in ("lm_head.weight", "model.embed_tokens.weight") else 1.0
+    return values * scale * shape[1] ** -0.5
 
-    def read(name: str) -> Tensor:
-        shape = config.tensor_shapes()[name]
-        values = torch.randn(shape, generator=generator)
-        if len(shape) == 1:
-            return 1.0 + 0.1 * values
-        if name == "model.embed_tokens.weight" and not config.tied:
-            return values * 0.5
-        scale = 2.5 if name in ("lm_head.weight", "model.embed_tokens.weight") else 1.0
-        return values * scale * shape[1] ** -0.5
 
-    return ModelWeights(config, read)
+def random_weights(config: ModelConfig, seed: int, sharding: Sharding | None = None) -> ModelWeights:
+    """Normal weights whose logits have a usual spread; the same values under any sharding."""
+
+    def read(name: str, first: int, last: int) -> Tensor:
+        return random_tensor(config, name, seed)[first:last]
+
+    return ModelWeights(config, read, sharding)

@@ -30,7 +30,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "rlk_gemm": (I64, I64, I64, PTR, I64, I64, PTR, I64, I64, INT, PTR, I64, PTR, I64),
     "rlk_rms_norm": (I64, I64, I64, PTR, I64, PTR, F32, PTR),
     "rlk_rms_norm_backward": (I64, I64, I64, PTR, I64, PTR, F32, PTR, I64, PTR, PTR),
-    "rlk_gain_sum": (I64, I64, I64, PTR, PTR, PTR),
+    "rlk_unit_sums": (I64, I64, I64, PTR, PTR, PTR),
     "rlk_rope": (I64, I64, I64, PTR, I64, PTR, PTR, PTR, F32, PTR),
     "rlk_swiglu": (I64, I64, PTR, PTR),
     "rlk_swiglu_backward": (I64, I64, PTR, PTR, PTR),

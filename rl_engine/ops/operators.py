@@ -130,9 +130,17 @@ class Operators:
         self._providers = {name: provider(name, providers[name]) for name in OPERATORS}
         self._calls: collections.Counter[tuple[str, str, int]] = collections.Counter()
 
-    def _use(self, operator: str, x: Tensor) -> Any:
+    def count(self, operator: str, x: Tensor) -> None:
+        """Counts one call of ``operator`` on the rows of ``x``."""
         rows = x.shape[0] if x.dim() else 1
         self._calls[operator, str(x.dtype).removeprefix("torch."), 1 << max(rows - 1, 0).bit_length()] += 1
+
+    def provider(self, operator: str) -> Any:
+        """The provider's kernels, for code that moves partials between ranks; it counts its own calls."""
+        return self._providers[operator]
+
+    def _use(self, operator: str, x: Tensor) -> Any:
+        self.count(operator, x)
         return self._providers[operator]
 
     def routes(self) -> list[Route]:
@@ -160,6 +168,10 @@ class Operators:
         self, x: Tensor, weight: Weight, residual: Tensor | None = None, layout: PackedLayout | None = None
     ) -> Tensor:
         return self._use("linear", x)(x, weight, residual, layout)
+
+    def linear_forward(self, x: Tensor, weight: Weight, residual: Tensor | None) -> Tensor:
+        """The forward kernel alone; the caller records backward."""
+        return self._use("linear", x).forward(x, weight, residual)
 
     def rms_norm(self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None = None) -> Tensor:
         return self._use("rms_norm", x)(x, weight, eps, layout)

@@ -11,11 +11,13 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One HF tensor inside a merged weight: rows [first, first + rows) of its first axis."""
+    """One HF tensor's rows inside a merged weight: rows [first, first + rows) here are rows [offset, ...) of the
+    tensor."""
 
     name: str
     first: int
     rows: int
+    offset: int = 0
 
 
 class Weight:
@@ -38,18 +40,24 @@ class Weight:
         self.value = value.contiguous()
         self.shape = tuple(value.shape)
         self.grad: Tensor | None = None
+        self.grad_rows = (0, self.shape[0])
+        self.input_shard: Weight | None = None
         self.lookups: list[tuple[Tensor, Tensor]] = []
         self.packed: Tensor | None = None
 
-    def enable_training(self) -> None:
-        """Allocates the fp32 gradient, zero."""
-        self.grad = torch.zeros(self.shape, dtype=torch.float32)
+    def enable_training(self, rows: tuple[int, int] | None = None) -> None:
+        """Allocates the fp32 gradient of ``rows`` (first, last + 1), all by default; zero."""
+        self.grad_rows = rows or (0, self.shape[0])
+        first, last = self.grad_rows
+        self.grad = torch.zeros((last - first, *self.shape[1:]), dtype=torch.float32)
 
-    def part_values(self) -> dict[str, Tensor]:
-        """HF name -> view of the bf16 values."""
-        return {part.name: self.value[part.first : part.first + part.rows] for part in self.parts}
-
-    def part_gradients(self) -> dict[str, Tensor]:
-        """HF name -> view of the fp32 gradient."""
+    def part_gradients(self) -> dict[str, tuple[int, Tensor]]:
+        """HF name -> (first row, view of the fp32 gradient), for the parts that ``grad_rows`` touches."""
         assert self.grad is not None, f"{self.name} does not train"
-        return {part.name: self.grad[part.first : part.first + part.rows] for part in self.parts}
+        start, end = self.grad_rows
+        found = {}
+        for part in self.parts:
+            first, last = max(part.first, start), min(part.first + part.rows, end)
+            if first < last:
+                found[part.name] = (part.offset + first - part.first, self.grad[first - start : last - start])
+        return found

@@ -1,4 +1,5 @@
-"""Process groups and exchanges that move bytes. No collective here adds: what a rank receives is what another computed."""
+"""Process groups and exchanges that move bytes. No collective here adds: what a rank receives is what another
+computed."""
 
 from rl_engine.parallel.groups import Group, Mesh, PeerLost, join_mesh, single_mesh
 from rl_engine.parallel.ownership import ContextLayout, bounds, zigzag_runs

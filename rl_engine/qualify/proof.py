@@ -22,13 +22,15 @@ from rl_engine.numerics.contract import Contract
 from rl_engine.ops.adamw import AdamScalars
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.operators import OPERATORS, provider
+from rl_engine.ops.rms_norm import as_heads
 from rl_engine.ops.rope import RopeTable
 from rl_engine.ops.sample import DrawKey
 from rl_engine.ops.selected_logp import LogpState, group_columns
 from rl_engine.ops.weight import Part, Weight
 
 MAX_COLUMNS = 512  # output columns that the slow reference computes of one product
-LARGE = 4194304.0  # 2^22: its sum with small units loses bits in any other order
+LARGE = 4194304.0  # 2^22
+UNIT = 0.30078125  # a bf16 value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +68,12 @@ def differing(a: Tensor, b: Tensor) -> int:
 
 
 def order_revealing(rows: int, depth: int, generator: torch.Generator) -> Tensor:
-    """bf16 [rows, depth]: units of +-1, and +2^22, -2^22 at two moving places of every row."""
-    x = torch.randint(0, 2, (rows, depth), generator=generator).float() * 2 - 1
+    """bf16 [rows, depth]: small equal units, and +2^22, -2^22 at two moving places of every row.
+
+    Beside 2^22 fp32 has a spacing of 1/2: the unit is no multiple of it, so each partial sum rounds and shows its
+    order.
+    """
+    x = torch.full((rows, depth), UNIT)
     if depth >= 3:
         places = torch.stack([torch.randperm(depth, generator=generator)[:2] for _ in range(rows)])
         x[torch.arange(rows), places[:, 0]] = LARGE
@@ -182,13 +188,10 @@ class _Prover:
         weight, x, dy = self.weight(self.normal(shape[-1])), self.normal(*shape), self.normal(*shape)
         eps = self.config.norm_eps
         yield "forward", tested.forward(x, weight, eps), reference.forward(x, weight, eps)
-        found, expected = torch.zeros(shape[-1]), torch.zeros(shape[-1])
-        yield (
-            "backward",
-            tested.backward(dy, x, weight, eps, self.layout, found),
-            reference.backward(dy, x, weight, eps, self.layout, expected),
-        )
-        yield "gain", found, expected
+        found, expected = (p.backward(dy, x, weight, eps, True) for p in (tested, reference))
+        yield "backward", found[0], expected[0]
+        terms = as_heads(expected[1])
+        yield "gain", tested.unit_sums(terms, self.layout), reference.unit_sums(terms, self.layout)
 
     def rms_norm(self, tested: Any, reference: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
         yield from self._norm(tested, reference, (self.layout.tokens, self.config.hidden))

@@ -48,7 +48,7 @@ def qwen3(**changes: object) -> ModelConfig:
 
 def copy_weights(weights: ModelWeights) -> ModelWeights:
     """Weights of their own memory: engines change theirs, or keep only a packed form."""
-    return ModelWeights(weights.config, weights.export().__getitem__)
+    return weights.clone()
 
 
 def operators(provider: str = "cpu") -> Operators:

@@ -21,6 +21,8 @@ from rl_engine.models.weights import ModelWeights
 from rl_engine.ops import Operators
 from rl_engine.ops.adamw import AdamScalars
 from rl_engine.ops.grad_norm import clip_factor, norm_from_bins
+from rl_engine.ops.weight import Weight
+from rl_engine.parallel import Mesh, bounds, single_mesh
 
 Logprobs = list[npt.NDArray[np.float32]]
 Progress = Callable[[int, int], None]
@@ -55,13 +57,14 @@ class OptimizerState:
 
 
 class TrainEngine:
-    """One rank.
+    """One rank; all ranks of ``mesh`` call the same methods with the same arguments and get the same results.
 
     Args:
-        weights: the model; trained in place.
+        weights: this rank's rows of the model; trained in place.
         operators: providers of the train side.
         positions: longest prompt plus response.
         reference: frozen model of the KL term; needed where ``settings.kl_coef`` > 0.
+        mesh: the ranks that train together; one by default.
     """
 
     def __init__(
@@ -71,18 +74,23 @@ class TrainEngine:
         positions: int,
         settings: TrainSettings,
         reference: ModelWeights | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         assert settings.kl_coef == 0 or reference is not None
         self.weights, self.ops, self.settings = weights, operators, settings
-        self.decoder = Decoder(weights, operators, positions)
-        self.reference = Decoder(reference, operators, positions) if reference is not None else None
+        self.mesh = mesh or single_mesh()
+        self.decoder = Decoder(weights, operators, positions, self.mesh)
+        self.reference = Decoder(reference, operators, positions, self.mesh) if reference is not None else None
         self.version = 0
         self.state: dict[str, OptimizerState] = {}
+        weights.refresh_input_shards(self.mesh.tp)
         for weight in weights:
-            weight.enable_training()
+            # Each CP rank computes other rows of every gradient and keeps their optimizer state.
+            rows = bounds(weight.shape[0], self.mesh.cp.size)[self.mesh.cp.index]
+            weight.enable_training(rows)
             # Stock operators differentiate through autograd; ours write weight.grad themselves.
-            weight.value.requires_grad_(True)
-            master = weight.value.detach().float()
+            weight.value.requires_grad_(self.mesh.size == 1)
+            master = weight.value.detach()[rows[0] : rows[1]].float()
             self.state[weight.name] = OptimizerState(master, torch.zeros_like(master), torch.zeros_like(master))
 
     def score(self, samples: list[Sample], progress: Progress | None = None) -> Logprobs:
@@ -100,6 +108,7 @@ class TrainEngine:
         with torch.no_grad():
             for number, batch in enumerate(batches):
                 logp, _ = self._logprobs(decoder, batch, recompute=False)
+                logp = decoder.place.gather_rows(batch.layout, batch.rows, logp)
                 for index, values in zip(batch.indices, logp.split(batch.counts), strict=True):
                     results[index] = values.numpy().copy()
                 if progress is not None:
@@ -132,7 +141,7 @@ class TrainEngine:
             self._backward(batch, advantages, old_logprobs, reference_logprobs, loss_tokens, totals)
             if progress is not None:
                 progress(number + 1, len(batches))
-        self.ops.finish_embedding(self.weights.embedding)
+        self.decoder.place.finish_embedding(self.weights.embedding)
         trained = time.perf_counter()
         norm, changed = self._update()
         return UpdateResult(
@@ -148,19 +157,23 @@ class TrainEngine:
             seconds_train=trained - started,
             seconds_optimizer=time.perf_counter() - trained,
             changed_elements=changed,
-            elements=sum(math.prod(weight.shape) for weight in self.weights),
+            elements=sum(math.prod(shape) for shape in self.weights.config.tensor_shapes().values()),
         )
 
     def export(self) -> WeightSnapshot:
         """The bf16 weights of the current version."""
         return export_snapshot(self.weights, self.version)
 
-    def gradients(self) -> dict[str, Tensor]:
-        """HF name -> fp32 gradient of the last update, before clipping."""
-        gradients: dict[str, Tensor] = {}
+    def gradient_rows(self) -> dict[str, tuple[int, Tensor]]:
+        """HF name -> (first row, fp32 gradient rows of this rank) of the last update, before clipping."""
+        gradients: dict[str, tuple[int, Tensor]] = {}
         for weight in self.weights:
             gradients.update(weight.part_gradients())
         return gradients
+
+    def gradients(self) -> dict[str, Tensor]:
+        """HF name -> fp32 gradient rows of this rank (all of them on one rank), before clipping."""
+        return {name: rows for name, (_, rows) in self.gradient_rows().items()}
 
     def _batches(self, samples: list[Sample]) -> list[MicroBatch]:
         lengths = [s.length for s in samples]
@@ -173,7 +186,7 @@ class TrainEngine:
 
     def _logprobs(self, decoder: Decoder, batch: MicroBatch, recompute: bool) -> tuple[Tensor, Tensor]:
         hidden = decoder.hidden_packed(batch.ids, batch.layout, recompute)
-        return self.ops.score(
+        return decoder.place.score(
             *(hidden, decoder.weights.head, batch.targets, self.settings.temperature),
             *(batch.mask, batch.layout, batch.rows),
         )
@@ -187,8 +200,11 @@ class TrainEngine:
         loss_tokens: int,
         totals: _Totals,
     ) -> None:
+        place = self.decoder.place
         logp, entropy = self._logprobs(self.decoder, batch, self.settings.recompute)
-        values = logp.detach().numpy()
+        # Every CP rank sees all tokens' logprobs, so losses and metrics are the same sums on each.
+        values = place.gather_rows(batch.layout, batch.rows, logp.detach()).numpy()
+        entropies = place.gather_rows(batch.layout, batch.rows, entropy.detach()).numpy()
         old_values = np.concatenate([old[index] for index in batch.indices])
         tokens = token_loss(
             values.astype(np.float64),
@@ -199,36 +215,54 @@ class TrainEngine:
             (self.settings.clip_low, self.settings.clip_high),
             self.settings.kl_coef,
         )
-        logp.backward(torch.from_numpy(tokens.coefficient.astype(np.float32)))
+        coefficient = torch.from_numpy(tokens.coefficient.astype(np.float32))
+        logp.backward(coefficient[place.own_rows(batch.layout, batch.rows)])
         for weight in self.weights:
             if weight.value.grad is not None:  # a stock operator's gradient, bf16, one micro-batch
                 assert weight.grad is not None
                 weight.grad.add_(weight.value.grad)
                 weight.value.grad = None
-        totals.add(tokens, entropy.detach().numpy(), values, old_values)
+        totals.add(tokens, entropies, values, old_values)
 
     def _update(self) -> tuple[float, int]:
         """(gradient norm before clipping, bf16 weights that changed)."""
         settings = self.settings
-        bins = torch.zeros(256, 2, dtype=torch.int64)
+        bins, sharding = torch.zeros(256, 2, dtype=torch.int64), self.weights.sharding
         for weight in self.weights:
             assert weight.grad is not None
-            bins += self.ops.norm_bins(weight.grad)
-        norm = norm_from_bins(bins)
+            # A weight that every TP rank holds counts once.
+            if self.mesh.tp.index == 0 or not sharding.is_replicated(weight.name):
+                bins += self.ops.norm_bins(weight.grad)
+        norm = norm_from_bins(torch.stack(self.mesh.world.all_gather(bins, purpose="gradient norm")).sum(0))
         clip = clip_factor(norm, settings.clip_grad)
         changed = 0
         with torch.no_grad():
             for weight in self.weights:
-                decay = settings.weight_decay if len(weight.shape) == 2 else 0.0
-                scalars = AdamScalars.at(
-                    self.version + 1, settings.lr, settings.beta1, settings.beta2, settings.eps, decay
-                )
-                state, before = self.state[weight.name], weight.value.clone()
-                assert weight.grad is not None
-                self.ops.adamw(state.master, state.m, state.v, weight.grad, weight.value, clip, scalars)
-                changed += int((before.view(torch.int16) != weight.value.view(torch.int16)).sum())
+                changed += self._update_weight(weight, clip)
+            self.weights.refresh_input_shards(self.mesh.tp)
+        counts = self.mesh.world.all_gather(torch.tensor([changed]), purpose="gradient norm")
         self.version += 1
-        return norm, changed
+        return norm, int(torch.stack(counts).sum())
+
+    def _update_weight(self, weight: Weight, clip: float) -> int:
+        """Updates this rank's rows, then shares them with the CP group; how many of them changed in bf16."""
+        settings, state = self.settings, self.state[weight.name]
+        decay = settings.weight_decay if len(weight.shape) == 2 else 0.0
+        scalars = AdamScalars.at(self.version + 1, settings.lr, settings.beta1, settings.beta2, settings.eps, decay)
+        first, last = weight.grad_rows
+        assert weight.grad is not None
+        own = weight.value[first:last]
+        before = own.clone()
+        self.ops.adamw(state.master, state.m, state.v, weight.grad, own, clip, scalars)
+        changed = int((before.view(torch.int16) != own.view(torch.int16)).sum())
+        cp = self.mesh.cp
+        if cp.size > 1:
+            slices = bounds(weight.shape[0], cp.size)
+            parts = cp.all_gather(own, [(b - a, *weight.shape[1:]) for a, b in slices], purpose="weights")
+            for (a, b), part in zip(slices, parts, strict=True):
+                weight.value[a:b] = part
+        counts_here = self.mesh.tp.index == 0 or not self.weights.sharding.is_replicated(weight.name)
+        return changed if counts_here else 0
 
 
 @dataclasses.dataclass

@@ -81,47 +81,41 @@ void rlk_rms_norm_backward(i64 tokens, i64 heads, i64 width, const bf16 *x, i64 
 }
 
 typedef struct {
-    i64 width, heads, row_step, units;
+    i64 width, heads, units;
     const i64 *unit_offsets;
     const float *terms;
-    float *gradient;
-} gain_sum;
+    float *sums;
+} unit_sums;
 
 #define GAIN_COLUMNS 64
 
-static void gain_sum_body(void *context, i64 item, int thread) {
+static void unit_sums_body(void *context, i64 item, int thread) {
     (void)thread;
-    const gain_sum *g = context;
-    i64 first = item * GAIN_COLUMNS;
-    i64 count = g->width - first < GAIN_COLUMNS ? g->width - first : GAIN_COLUMNS;
-    float block[RLK_GAIN_BLOCK][GAIN_COLUMNS], total[GAIN_COLUMNS], head_sum[GAIN_COLUMNS];
-    for (i64 unit = 0; unit < g->units; unit++) {
-        for (i64 c = 0; c < count; c++) total[c] = 0.0f;
-        for (i64 head = 0; head < g->heads; head++) {
-            for (i64 c = 0; c < count; c++) head_sum[c] = 0.0f;
-            for (i64 start = g->unit_offsets[unit]; start < g->unit_offsets[unit + 1]; start += RLK_GAIN_BLOCK) {
-                for (i64 t = 0; t < RLK_GAIN_BLOCK; t++) {
-                    i64 token = start + t;
-                    const float *from = g->terms + token * g->row_step + head * g->width + first;
-                    for (i64 c = 0; c < count; c++) block[t][c] = token < g->unit_offsets[unit + 1] ? from[c] : 0.0f;
-                }
-                for (i64 width = RLK_GAIN_BLOCK; width > 1; width /= 2)
-                    for (i64 t = 0; t < width / 2; t++)
-                        for (i64 c = 0; c < count; c++) block[t][c] = block[2 * t][c] + block[2 * t + 1][c];
-                for (i64 c = 0; c < count; c++) head_sum[c] = head_sum[c] + block[0][c];
-            }
-            for (i64 c = 0; c < count; c++) total[c] = total[c] + head_sum[c];
+    const unit_sums *g = context;
+    i64 chunks = (g->width + GAIN_COLUMNS - 1) / GAIN_COLUMNS, row_step = g->heads * g->width;
+    i64 head = item / chunks % g->heads, unit = item / chunks / g->heads, first = item % chunks * GAIN_COLUMNS;
+    i64 count = g->width - first < GAIN_COLUMNS ? g->width - first : GAIN_COLUMNS, end = g->unit_offsets[unit + 1];
+    float block[RLK_GAIN_BLOCK][GAIN_COLUMNS], total[GAIN_COLUMNS];
+    for (i64 c = 0; c < count; c++) total[c] = 0.0f;
+    for (i64 start = g->unit_offsets[unit]; start < end; start += RLK_GAIN_BLOCK) {
+        for (i64 t = 0; t < RLK_GAIN_BLOCK; t++) {
+            const float *from = g->terms + (start + t) * row_step + head * g->width + first;
+            for (i64 c = 0; c < count; c++) block[t][c] = start + t < end ? from[c] : 0.0f;
         }
-        for (i64 c = 0; c < count; c++) g->gradient[first + c] = g->gradient[first + c] + total[c];
+        for (i64 width = RLK_GAIN_BLOCK; width > 1; width /= 2)
+            for (i64 t = 0; t < width / 2; t++)
+                for (i64 c = 0; c < count; c++) block[t][c] = block[2 * t][c] + block[2 * t + 1][c];
+        for (i64 c = 0; c < count; c++) total[c] = total[c] + block[0][c];
     }
+    memcpy(g->sums + (unit * g->heads + head) * g->width + first, total, (size_t)count * sizeof(float));
 }
 
-/* gradient[width] += each unit's sum of terms [tokens][heads][width]: blocks of 64 tokens by the pair tree, blocks
- * ascending from +0, heads folded ascending, units ascending. */
-void rlk_gain_sum(i64 heads, i64 width, i64 units, const i64 *unit_offsets, const float *terms, float *gradient) {
-    gain_sum g = {.width = width, .heads = heads, .row_step = heads * width, .units = units,
-                  .unit_offsets = unit_offsets, .terms = terms, .gradient = gradient};
-    rlk_parallel(gain_sum_body, &g, (width + GAIN_COLUMNS - 1) / GAIN_COLUMNS);
+/* sums[units][heads][width] of terms [tokens][heads][width]: blocks of 64 tokens, counted from the unit's first, by the
+ * pair tree; blocks ascending from +0. */
+void rlk_unit_sums(i64 heads, i64 width, i64 units, const i64 *unit_offsets, const float *terms, float *sums) {
+    unit_sums g = {.width = width, .heads = heads, .units = units, .unit_offsets = unit_offsets, .terms = terms,
+                   .sums = sums};
+    rlk_parallel(unit_sums_body, &g, units * heads * ((width + GAIN_COLUMNS - 1) / GAIN_COLUMNS));
 }
 
 typedef struct {

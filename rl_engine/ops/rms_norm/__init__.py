@@ -28,15 +28,34 @@ class NormProvider:
         raise AssertionError("a provider defines forward")
 
     def backward(
-        self, dy: Tensor, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None, grad: Tensor | None
-    ) -> Tensor:
-        """dx bf16; adds the gain's gradient into ``grad`` fp32 [width] where it is given."""
+        self, dy: Tensor, x: Tensor, weight: Weight, eps: float, want_terms: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(dx bf16, the gain's terms fl(dy x_hat) fp32 of x's shape or None)."""
         raise AssertionError("a provider defines backward")
+
+    def unit_sums(self, terms: Tensor, layout: PackedLayout) -> Tensor:
+        """fp32 [units, heads, width] of terms fp32 [T, heads, width]: blocks of 64 tokens by the pair tree,
+        ascending."""
+        raise AssertionError("a provider defines unit_sums")
 
     def __call__(self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None = None) -> Tensor:
         if not torch.is_grad_enabled():
             return self.forward(x, weight, eps)
         return _Norm.apply(x, weight, eps, layout, self)
+
+
+def as_heads(terms: Tensor) -> Tensor:
+    """[T, width] as [T, 1, width]; [T, heads, width] as it is."""
+    return terms if terms.dim() == 3 else terms.unsqueeze(1)
+
+
+def add_gain(sums: Tensor, grad: Tensor) -> None:
+    """grad fp32 [width] += sums [units, heads, width]: heads folded ascending from +0, units ascending."""
+    for unit in sums:
+        total = torch.zeros_like(grad)
+        for head in unit:
+            total = total + head
+        grad.add_(total)
 
 
 class _Norm(torch.autograd.Function):
@@ -51,5 +70,8 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        dx = ctx.provider.backward(dy.contiguous(), x, ctx.weight, ctx.eps, ctx.layout, ctx.weight.grad)
+        grad = ctx.weight.grad
+        dx, terms = ctx.provider.backward(dy.contiguous(), x, ctx.weight, ctx.eps, grad is not None)
+        if grad is not None:
+            add_gain(ctx.provider.unit_sums(as_heads(terms), ctx.layout), grad)
         return dx, None, None, None, None

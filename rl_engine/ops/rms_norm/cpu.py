@@ -27,17 +27,20 @@ class CpuNorm(NormProvider):
         return out
 
     def backward(
-        self, dy: Tensor, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None, grad: Tensor | None
-    ) -> Tensor:
+        self, dy: Tensor, x: Tensor, weight: Weight, eps: float, want_terms: bool
+    ) -> tuple[Tensor, Tensor | None]:
         tokens, heads, width, stride = _shape(x)
         dx = torch.empty(x.shape, dtype=torch.bfloat16)
-        terms = None if grad is None else torch.empty(x.shape, dtype=torch.float32)
+        terms = torch.empty(x.shape, dtype=torch.float32) if want_terms else None
         load().rlk_rms_norm_backward(
             *(tokens, heads, width, x.data_ptr(), stride, weight.value.data_ptr(), eps, dy.data_ptr(), dy.stride(0)),
             *(dx.data_ptr(), None if terms is None else terms.data_ptr()),
         )
-        if grad is not None and terms is not None:
-            assert layout is not None
-            units = layout.unit_offsets
-            load().rlk_gain_sum(heads, width, units.numel() - 1, units.data_ptr(), terms.data_ptr(), grad.data_ptr())
-        return dx
+        return dx, terms
+
+    def unit_sums(self, terms: Tensor, layout: PackedLayout) -> Tensor:
+        terms, units = terms.contiguous(), layout.unit_offsets
+        _, heads, width = terms.shape
+        sums = torch.empty(units.numel() - 1, heads, width)
+        load().rlk_unit_sums(heads, width, units.numel() - 1, units.data_ptr(), terms.data_ptr(), sums.data_ptr())
+        return sums

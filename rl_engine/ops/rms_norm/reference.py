@@ -20,35 +20,26 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
     return (f32(1.0) / sqrt(mean + f32(eps))).unsqueeze(-1)
 
 
-def gain_sum(terms: Tensor, layout: PackedLayout, grad: Tensor) -> None:
-    """grad fp32 [width] += per unit: blocks of 64 tokens by the pair tree, blocks, heads, units ascending."""
-    terms = terms.reshape(terms.shape[0], -1, terms.shape[-1])
-    for first, last in layout.unit_bounds:
-        total = torch.zeros_like(grad)
-        for head in range(terms.shape[1]):
-            head_sum = torch.zeros_like(grad)
-            for start in range(first, last, GAIN_BLOCK):
-                block = torch.zeros(GAIN_BLOCK, grad.shape[0])
-                rows = terms[start : min(start + GAIN_BLOCK, last), head]
-                block[: rows.shape[0]] = rows
-                head_sum = head_sum + tree_sum(block.T)
-            total = total + head_sum
-        grad.add_(total)
-
-
 class ReferenceNorm(NormProvider):
     def forward(self, x: Tensor, weight: Weight, eps: float) -> Tensor:
         wide = x.float()
         return (wide * inverse_rms(wide, eps) * weight.value.float()).bfloat16()
 
     def backward(
-        self, dy: Tensor, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None, grad: Tensor | None
-    ) -> Tensor:
+        self, dy: Tensor, x: Tensor, weight: Weight, eps: float, want_terms: bool
+    ) -> tuple[Tensor, Tensor | None]:
         wide, dy = x.float(), dy.float()
         r = inverse_rms(wide, eps)
         normed, scaled = wide * r, dy * weight.value.float()
         s = (tree_sum(scaled * normed) / f32(x.shape[-1])).unsqueeze(-1)
-        if grad is not None:
-            assert layout is not None
-            gain_sum(dy * normed, layout, grad)
-        return ((scaled - normed * s) * r).bfloat16()
+        return ((scaled - normed * s) * r).bfloat16(), dy * normed if want_terms else None
+
+    def unit_sums(self, terms: Tensor, layout: PackedLayout) -> Tensor:
+        sums = torch.zeros(len(layout.unit_bounds), *terms.shape[1:])
+        for unit, (first, last) in enumerate(layout.unit_bounds):
+            for start in range(first, last, GAIN_BLOCK):
+                block = torch.zeros(GAIN_BLOCK, *terms.shape[1:])
+                rows = terms[start : min(start + GAIN_BLOCK, last)]
+                block[: rows.shape[0]] = rows
+                sums[unit] = sums[unit] + tree_sum(block.movedim(0, -1))
+        return sums

@@ -12,6 +12,7 @@ from rl_engine.ops.rope import RopeProvider, RopeTable
 class CpuRope(RopeProvider):
     def rotate(self, x: Tensor, positions: Tensor, table: RopeTable, sign: float) -> Tensor:
         tokens, heads, width = x.shape
+        positions = positions.contiguous()
         assert x.stride(2) == 1 and x.stride(1) == width
         out = torch.empty(x.shape, dtype=torch.bfloat16)
         load().rlk_rope(

@@ -39,9 +39,9 @@ class SampleProvider:
     ) -> tuple[Tensor, Tensor]:
         """(score fp32 [R], token id int64 [R]) of the winner among columns ``first`` ... of logits z fp32 [R, n].
 
-        ``mask`` covers the whole vocabulary, as in ``selected_logp``; the id is -1 and the score -inf where no column of
-        z exists. All keys share seed and step. A vocabulary in several pieces draws by the highest score, ties to the
-        lowest id, so shards only exchange (score, id).
+        ``mask`` covers the whole vocabulary, as in ``selected_logp``; the id is -1 and the score -inf where no column
+        of z exists. All keys share seed and step. A vocabulary in several pieces draws by the highest score, ties to
+        the lowest id, so shards only exchange (score, id).
         """
         raise AssertionError("a provider defines best")
 

@@ -14,6 +14,7 @@ class CpuSample(SampleProvider):
         self, z: Tensor, first: int, inv_t: float, mask: Tensor | None, keys: list[DrawKey]
     ) -> tuple[Tensor, Tensor]:
         assert z.stride(1) == 1 and z.shape[0] == len(keys)
+        assert mask is None or mask.is_contiguous()
         seed, step, words = counters(keys)
         tokens, scores = torch.empty(len(keys), dtype=torch.int64), torch.empty(len(keys))
         load().rlk_sample(

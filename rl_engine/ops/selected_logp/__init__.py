@@ -7,8 +7,8 @@ exp(fl(m - m'))``, ``b = exp(fl(m_t - m'))``, ``l = fl(fl(l a) + fl(l_t b))``, w
 identity. ``logp = fl(fl(zs_y - m) - log l)``, entropy ``fl(fl(m + log l) - fl(w / l))``.
 
 Backward. Group by group: z recomputed, ``p = exp(fl(fl(zs - m) - log l))``,
-``dz = bf16(fl(fl(c invT) fl(p - [v = y])))``, +0 outside the set; dH's groups are folded ascending in fp32 and rounded
-once; the head's rows of dW per fold unit.
+``dz = bf16(fl(fl(c invT) fl(p - [v = y])))`` with ``c = -dL/dlogp``, +0 outside the set; dH's groups are folded
+ascending in fp32 and rounded once; the head's rows of dW per fold unit.
 
 Masks are packed bits, uint8 [T, ceil(V / 8)], bit v of row t: column v exists. A target outside its set is an input
 error.
@@ -158,7 +158,7 @@ class _Score(torch.autograd.Function):
     def backward(ctx: Any, c: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         chosen, targets, rows = ctx.saved_tensors
         weight: Weight = ctx.weight
-        c = c.contiguous()
+        c = (-c).contiguous()  # autograd hands over dL/dlogp; the contract's c multiplies p - [v = y]
         dh = torch.zeros(chosen.shape, dtype=torch.float32)
         bounds = torch.searchsorted(rows, ctx.layout.unit_offsets).tolist()
         for first, last in groups(weight.shape[0]):

@@ -28,9 +28,10 @@ class CpuLogp(LogpProvider):
         state: LogpState,
     ) -> None:
         assert z.stride(1) == 1
+        targets = targets.contiguous()
         load().rlk_logp_groups(
             *(z.shape[0], first, z.shape[1], vocabulary, group_columns(vocabulary), z.data_ptr(), z.stride(0), inv_t),
-            *(*_mask_arguments(mask), targets.contiguous().data_ptr()),
+            *(*_mask_arguments(mask), targets.data_ptr()),
             *(state.m.data_ptr(), state.l.data_ptr(), state.w.data_ptr(), state.zs_target.data_ptr()),
         )
 
@@ -53,6 +54,7 @@ class CpuLogp(LogpProvider):
         self, z: Tensor, first: int, inv_t: float, mask: Tensor | None, targets: Tensor, state: LogpState, c: Tensor
     ) -> Tensor:
         dz = torch.empty(z.shape, dtype=torch.bfloat16)
+        targets, c = targets.contiguous(), c.contiguous()
         load().rlk_logits_gradient(
             *(z.shape[0], first, z.shape[1], z.data_ptr(), z.stride(0), inv_t, *_mask_arguments(mask)),
             *(targets.data_ptr(), state.m.data_ptr(), state.l.data_ptr(), c.data_ptr(), dz.data_ptr()),

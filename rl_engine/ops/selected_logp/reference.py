@@ -65,7 +65,7 @@ class ReferenceLogp(LogpProvider):
     def _tile(zs: Tensor, exists: Tensor) -> Stats:
         m = zs.masked_fill(~exists, -torch.inf).amax(1) + f32(0.0)
         e = torch.where(exists, exp(zs - m[:, None]), f32(0.0))
-        ez = torch.where(exists, e * zs, f32(0.0))
+        ez = torch.where(exists & (zs != -torch.inf), e * zs, f32(0.0))
         pad = (0, TILE - zs.shape[1])
         l, w = (tree_sum(torch.nn.functional.pad(x, pad)) for x in (e, ez))
         none = m == -torch.inf

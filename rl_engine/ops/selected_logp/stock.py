@@ -20,7 +20,8 @@ class StockLogp:
             scaled = scaled.masked_fill(~unpack_mask(mask, 0, z.shape[1]), -torch.inf)
         logps = scaled.log_softmax(-1)
         with torch.no_grad():
-            entropy = -(logps.exp() * logps.nan_to_num(neginf=0.0)).sum(-1)
+            finite = logps if mask is None else logps.nan_to_num(neginf=0.0)
+            entropy = -(logps.exp() * finite).sum(-1)
         return logps.gather(1, targets[:, None])[:, 0], entropy
 
     def score(

@@ -1,53 +1,62 @@
-"""The built-in rollout engine: batched generation over a KV cache, prefill in chunks, samples join and leave each step.
+"""The built-in rollout engine: continuous batching over a KV cache; samples join and leave with every pass.
 
 A sample's tokens and logprobs depend on its identity and the weights alone: noise is keyed by (seed, step, prompt,
-sample, position), and no operator looks at another row.
+sample, position), and no operator looks at another row. How the work is cut into passes, what is shared, preempted or
+computed again does not enter. In native mode (torch's own operators, a dense cache) the same engine runs without
+sharing and preemption, and how the work is cut does change bits.
+
+Every rank of a tensor-parallel group runs this loop on the same calls and takes the same decisions.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from rl_engine.engines.snapshot import load_snapshot
-from rl_engine.engines.types import Request, RetainedRow, Sample, SamplingSettings, WeightSnapshot, pack_retained
+from rl_engine.engines import snapshot as transfer
+from rl_engine.engines.rollout.builtin.log import Added, Cancelled, Entry, Loading, Pass, ReplayMismatch, SchedulerLog
+from rl_engine.engines.rollout.builtin.memory import DenseMemory, Memory, PagedMemory
+from rl_engine.engines.rollout.builtin.scheduler import Scheduler
+from rl_engine.engines.rollout.builtin.sequence import Job, Output, RolloutSettings, Sequence
+from rl_engine.engines.types import Request, Sample, SamplingSettings, WeightSnapshot, pack_retained
 from rl_engine.models.decoder import Decoder
 from rl_engine.models.weights import ModelWeights
 from rl_engine.ops import Operators
+from rl_engine.ops.attention.stock import DenseCache
+from rl_engine.ops.linear.stock import prepack
 from rl_engine.ops.sample import DrawKey
 
+__all__ = ["Job", "Output", "RolloutEngine", "RolloutSettings", "Statistics", "fan_out"]
+
 Progress = Callable[[int, int], None]  # (finished samples, all samples)
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutSettings:
-    """None of these changes a bit: ``max_batch`` samples at once, ``chunk`` prefill tokens of a sample per pass,
-    ``page`` tokens per KV page."""
-
-    max_batch: int = 64
-    chunk: int = 512
-    page: int = 64
+Decode = Callable[[list[int]], str]
+InFlight = Literal["finish", "restart"]
+STOP_MARGIN = 8  # tokens searched for a stop string beyond its own bytes
 
 
 @dataclasses.dataclass
-class _Active:
-    """A sample being drawn: ``tokens`` are known, the first ``computed`` of them are in the cache."""
+class Statistics:
+    """Sums since the engine started; ``worst_wait`` in passes."""
 
-    request: Request
-    handle: int
-    tokens: list[int]
-    computed: int = 0
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    retained: list[RetainedRow] = dataclasses.field(default_factory=list)
+    passes: int = 0
+    prefill_tokens: int = 0
+    shared_tokens: int = 0
+    preemptions: int = 0
+    restarts: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    worst_wait: int = 0
 
-    @property
-    def responses(self) -> int:
-        return len(self.tokens) - len(self.request.tokens)
+
+def fan_out(prompt: int, tokens: Items[int], samples: int) -> list[Request]:
+    """``samples`` requests of one prompt."""
+    return [Request(prompt, sample, tuple(tokens)) for sample in range(samples)]
 
 
 class RolloutEngine:
@@ -58,6 +67,7 @@ class RolloutEngine:
         operators: providers of the rollout side.
         positions: longest prompt plus response.
         name: engine's name in the evidence.
+        decode: text of token ids; needed for stop strings.
     """
 
     def __init__(
@@ -67,141 +77,316 @@ class RolloutEngine:
         positions: int,
         settings: RolloutSettings,
         name: str = "rollout-0",
+        decode: Decode | None = None,
     ) -> None:
-        self.weights, self.ops, self.settings, self.name = weights, operators, settings, name
+        self.weights, self.ops, self.settings, self.name, self.decode = weights, operators, settings, name, decode
         self.decoder = Decoder(weights, operators, positions)
         self.positions = positions
         self.version = 0
         self.generated_tokens = 0
+        self.statistics = Statistics()
+        self.log = SchedulerLog(settings.log_entries)
+        self.memory = self._new_memory()
+        self.scheduler = Scheduler(settings, self.memory)
+        self._arrivals = 0
+        self._outputs: list[Output] = []
+        self._script: deque[Entry] | None = None
         self._prepare()
+
+    def _new_memory(self) -> Memory:
+        config, settings = self.weights.config, self.settings
+        heads = getattr(self.decoder, "cache_heads", config.kv_heads)
+        cache = self.ops.new_cache(config.layers, heads, config.head_dim, settings.pages or 0, settings.page)
+        if isinstance(cache, DenseCache):
+            return DenseMemory(cache)
+        return PagedMemory(cache, settings.pages is None, settings.share_prefixes)
 
     def _prepare(self) -> None:
         matrices = [w for w in self.weights if len(w.shape) == 2 and w is not self.weights.embedding]
         self.ops.pack(matrices, drop_value=True)
         if self.weights.config.tied:
             self.ops.pack([self.weights.embedding], drop_value=False)
+        if self.ops.names["linear"] == self.ops.names["lm_head"] == "stock":
+            for weight in [*matrices, self.weights.head]:
+                prepack(weight)
 
-    def load_weights(self, snapshot: WeightSnapshot) -> dict[str, str]:
-        """Replaces the weights between two generations; the digests of what arrived."""
-        digests = load_snapshot(self.weights, snapshot)
+    @property
+    def unfinished(self) -> int:
+        """Samples in the queue or in the batch."""
+        return len(self.scheduler.waiting) + len(self.scheduler.running)
+
+    def load_weights(self, snapshot: WeightSnapshot, in_flight: InFlight = "finish") -> dict[str, str]:
+        """Replaces the weights; the digests of what arrived. No sample ever has tokens of two versions.
+
+        Samples with a token drawn ``finish`` first, with the weights they began with (the next :meth:`step` returns
+        them), or ``restart`` from their prompt. Those without begin with the new weights either way.
+
+        Raises:
+            SnapshotMismatch: a tensor's digest is not the exporter's; the old weights stay.
+        """
+        self.log.append(Loading(snapshot.version, in_flight))
+        running = list(self.scheduler.running)
+        for sequence in running:
+            if in_flight == "restart" or not sequence.responses:
+                self.scheduler.withdraw(sequence)
+        if in_flight == "restart":
+            for sequence in self.scheduler.waiting:
+                sequence.restart()
+        while any(s.responses for s in (*self.scheduler.running, *self.scheduler.waiting)):
+            self._pass(begun_only=True)
+        self.memory.forget()
+        digests = _load(self.weights, snapshot)
         self._prepare()
         self.version = snapshot.version
         return digests
 
+    def add(self, job: Job) -> int:
+        """Queues a sample; its number, by which :meth:`step` and :meth:`cancel` know it.
+
+        Raises:
+            ValueError: an empty prompt, one that leaves no room for ``max_response_len`` tokens, or stop strings
+                without a ``decode``.
+        """
+        return self._add([job])[0]
+
+    def _add(self, jobs: list[Job]) -> list[int]:
+        for job in jobs:
+            self._check(job)
+        queued = [s.job for s in (*self.scheduler.running, *self.scheduler.waiting)]
+        lengths = [job.cached_tokens for job in (*queued, *jobs)]
+        if lengths:
+            self.memory.plan_for(lengths, self.settings.max_batch)
+        numbers = []
+        for job in jobs:
+            number, self._arrivals = self._arrivals, self._arrivals + 1
+            self.log.append(Added(number))
+            self.scheduler.queue(Sequence.begin(number, job))
+            numbers.append(number)
+        return numbers
+
+    def _check(self, job: Job) -> None:
+        request, new = job.request, job.sampling.max_response_len
+        name = f"prompt {request.prompt}"
+        if not request.tokens:
+            raise ValueError(f"{name} has no token")
+        if new < 1:
+            raise ValueError(f"{name} asks for {new} response tokens")
+        if len(request.tokens) + new > self.positions:
+            raise ValueError(
+                f"{name} has {len(request.tokens)} tokens: with {new} response tokens it exceeds {self.positions} "
+                "positions"
+            )
+        limit = self.memory.limit()
+        if limit is not None and job.cached_tokens > limit:
+            raise ValueError(f"{name} may grow to {job.cached_tokens} cached tokens: the pool holds {limit}")
+        if any(not text for text in job.stop_strings):
+            raise ValueError(f"{name} has an empty stop string")
+        if job.stop_strings and self.decode is None:
+            raise ValueError(f"{name} has stop strings, and the engine no decode to compare them with")
+
+    def cancel(self, number: int) -> bool:
+        """Takes a sample out, queued or half drawn; False where it is done or unknown. No other sample notices."""
+        sequence = self.scheduler.find(number)
+        if sequence is None:
+            return False
+        self.log.append(Cancelled(number))
+        self.scheduler.remove(sequence)
+        self.statistics.cancelled += 1
+        return True
+
+    def step(self) -> list[Output]:
+        """One pass, if there is anything to do; what finished since the last call, in order of arrival."""
+        if self.unfinished:
+            self._pass()
+        done, self._outputs = self._outputs, []
+        return sorted(done, key=lambda output: output.number)
+
     def generate(
-        self, requests: list[Request], step: int, sampling: SamplingSettings, progress: Progress | None = None
+        self,
+        requests: list[Request],
+        step: int,
+        sampling: SamplingSettings,
+        progress: Progress | None = None,
+        stop_strings: tuple[str, ...] = (),
     ) -> list[Sample]:
         """One sample per request, in the requests' order.
 
         Raises:
-            ValueError: an empty prompt, or one that leaves no room for ``max_response_len`` tokens.
+            ValueError: as :meth:`add`.
         """
-        for request in requests:
-            if not request.tokens:
-                raise ValueError(f"prompt {request.prompt} has no token")
-            if len(request.tokens) + sampling.max_response_len > self.positions:
-                raise ValueError(
-                    f"prompt {request.prompt} has {len(request.tokens)} tokens: with {sampling.max_response_len} "
-                    f"response tokens it exceeds {self.positions} positions"
-                )
-        with torch.no_grad():
-            return _Generation(self, requests, step, sampling, progress).run()
+        jobs = [Job(request, step, sampling, stop_strings) for request in requests]
+        return [output.sample for output in self.run(jobs, progress)]
 
+    def run(self, jobs: list[Job], progress: Progress | None = None) -> list[Output]:
+        """One output per job, in the jobs' order; those that ``progress`` cancelled are missing.
 
-class _Generation:
-    """One call of :meth:`RolloutEngine.generate`."""
+        Raises:
+            ValueError: as :meth:`add`; nothing has been queued then.
+        """
+        numbers = self._add(jobs)
+        mine, done, others = set(numbers), {}, []
+        try:
+            while any(s.number in mine for s in (*self.scheduler.running, *self.scheduler.waiting)):
+                before = len(done)
+                for output in self.step():
+                    if output.number in mine:
+                        done[output.number] = output
+                    else:
+                        others.append(output)
+                if progress is not None and len(done) > before:
+                    progress(len(done), len(jobs))
+        except BaseException:
+            for number in numbers:
+                self.cancel(number)
+            raise
+        finally:
+            self._outputs.extend(others)
+        return [done[number] for number in numbers if number in done]
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        requests: list[Request],
-        step: int,
-        sampling: SamplingSettings,
-        progress: Progress | None,
-    ) -> None:
-        self.engine, self.step, self.sampling, self.progress = engine, step, sampling, progress
-        self.waiting = list(reversed(list(enumerate(requests))))
-        self.order: dict[int, int] = {}
-        self.active: list[_Active] = []
-        self.done: dict[int, Sample] = {}
-        self.total = len(requests)
-        page = engine.settings.page
-        lengths = sorted((len(r.tokens) + sampling.max_response_len for r in requests), reverse=True)
-        pages = sum(-(-length // page) for length in lengths[: engine.settings.max_batch])
-        config = engine.weights.config
-        self.cache: Any = engine.ops.new_cache(config.layers, config.kv_heads, config.head_dim, pages, page)
+    def replay(
+        self, jobs: Items[Job], entries: Items[Entry], snapshots: Mapping[int, WeightSnapshot] | None = None
+    ) -> list[Output]:
+        """Does what another engine's log says, decision by decision: the same calls, the same passes.
 
-    def run(self) -> list[Sample]:
-        while self.waiting or self.active:
-            while self.waiting and len(self.active) < self.engine.settings.max_batch:
-                number, request = self.waiting.pop()
-                active = _Active(request, self.cache.join(), list(request.tokens))
-                self.order[active.handle] = number
-                self.active.append(active)
-            self._pass()
-            self._retire()
-        return [self.done[number] for number in range(self.total)]
+        Args:
+            jobs: what was added, in order.
+            entries: the other log, from its engine's start.
+            snapshots: weights by version, where the log has weight updates.
 
-    def _pass(self) -> None:
-        """One forward pass: a prefill chunk or one token of every active sample; draws where a sample is caught up."""
-        chunk = self.engine.settings.chunk
-        starts = [a.computed for a in self.active]
-        counts = [min(len(a.tokens) - a.computed, chunk) for a in self.active]
-        batch = self.cache.batch([a.handle for a in self.active], starts, counts)
-        ids = [t for a, s, n in zip(self.active, starts, counts, strict=True) for t in a.tokens[s : s + n]]
+        Raises:
+            ReplayMismatch: an entry is impossible here.
+        """
+        outputs: list[Output] = []
+        self._script = script = deque(entries)
+        try:
+            while script:
+                match script[0]:
+                    case Pass():
+                        outputs.extend(self.step())
+                        continue
+                    case Added(number):
+                        same = self._arrivals == number < len(jobs) and self.add(jobs[number]) == number
+                    case Cancelled(number):
+                        same = self.cancel(number)
+                    case Loading(version, in_flight):
+                        script.popleft()
+                        self.load_weights((snapshots or {})[version], in_flight)  # type: ignore[arg-type]
+                        continue
+                if not same:
+                    raise ReplayMismatch(f"{script[0]} does not apply")
+                script.popleft()
+        finally:
+            self._script = None
+        return [*outputs, *self._outputs]
+
+    def _pass(self, begun_only: bool = False) -> None:
+        """One forward pass, the draws of samples that are caught up, and goodbye to those that are done."""
+        try:
+            with torch.no_grad():
+                work, entry = self._decide(begun_only)
+                ready, hidden = self._compute(work)
+                for group in _draw_groups(ready):
+                    self._draw([ready[i] for i in group], hidden if len(group) == len(ready) else hidden[group])
+            finished = self._retire(ready)
+        except BaseException:
+            # Announced pages may hold nothing: what is in flight cannot be trusted.
+            self._abandon()
+            raise
+        self.log.append(dataclasses.replace(entry, finished=tuple(finished)))
+        self.statistics.passes += 1
+
+    def _decide(self, begun_only: bool) -> tuple[list[tuple[Sequence, int]], Pass]:
+        if self._script is None:
+            return self.scheduler.decide(begun_only)
+        entry = self._script.popleft() if self._script else None
+        if not isinstance(entry, Pass):
+            raise ReplayMismatch(f"a pass is due, the log has {entry}")
+        return self.scheduler.follow(entry)
+
+    def _compute(self, work: list[tuple[Sequence, int]]) -> tuple[list[Sequence], Tensor]:
+        """(samples that are caught up, bf16 [R, H] of their last tokens)."""
+        ordered, batch = self.memory.batch(work)
+        ids = [t for s, count in ordered for t in s.tokens[s.computed : s.computed + count]]
+        cache = self.memory.cache
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.engine.ops.attention_cached(q, k, v, self.cache, layer, batch)
+            return self.ops.attention_cached(q, k, v, cache, layer, batch)
 
-        hidden = self.engine.decoder.hidden(torch.tensor(ids), batch.positions, attend)
-        ready, rows = [], []
-        last_rows = (batch.q_offsets[1:] - 1).tolist()
-        for active, count, row in zip(self.active, counts, last_rows, strict=True):
-            active.computed += count
-            if active.computed == len(active.tokens):
-                ready.append(active)
+        hidden = self.decoder.hidden(torch.tensor(ids), batch.positions, attend)
+        ready, rows, row = [], [], -1
+        for sequence, count in ordered:
+            row += count
+            self.statistics.prefill_tokens += count if sequence.remaining > 1 else 0
+            sequence.computed += count
+            if sequence.remaining == 0:
+                ready.append(sequence)
                 rows.append(row)
-        if ready:
-            self._draw(ready, hidden[torch.tensor(rows)])
+        return ready, hidden if len(rows) == hidden.shape[0] else hidden[torch.tensor(rows, dtype=torch.int64)]
 
-    def _draw(self, ready: list[_Active], hidden: Tensor) -> None:
-        sampling = self.sampling
-        vocabulary = self.engine.weights.config.vocabulary
-        keys = [DrawKey(sampling.seed, self.step, a.request.prompt, a.request.sample, len(a.tokens)) for a in ready]
-        drawn = self.engine.decoder.draw(hidden, sampling.temperature, sampling.top_k, sampling.top_p, keys)
+    def _draw(self, ready: list[Sequence], hidden: Tensor) -> None:
+        """The next token of samples that share seed, step and filters, from hidden bf16 [R, H]."""
+        first, vocabulary = ready[0].job, self.weights.config.vocabulary
+        sampling = first.sampling
+        keys = [
+            DrawKey(sampling.seed, first.step, s.job.request.prompt, s.job.request.sample, len(s.tokens)) for s in ready
+        ]
+        drawn = self.decoder.draw(hidden, sampling.temperature, sampling.top_k, sampling.top_p, keys)
+        raw = drawn.logprobs
+        if any(s.job.raw for s in ready) and (sampling.temperature != 1.0 or drawn.mask is not None):
+            raw = self.decoder.raw_logprobs(hidden, drawn.tokens)
         bits = None if drawn.mask is None else drawn.mask.numpy()
-        tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
-        for row, (active, token, logprob) in enumerate(zip(ready, tokens, logprobs, strict=True)):
-            active.tokens.append(token)
-            active.logprobs.append(logprob)
+        values = zip(ready, drawn.tokens.tolist(), drawn.logprobs.tolist(), raw.tolist(), strict=True)
+        for row, (sequence, token, logprob, raw_logprob) in enumerate(values):
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.raw_logprobs.append(raw_logprob)
+            sequence.versions.append(self.version)
             if bits is not None:
-                active.retained.append(pack_retained(bits[row], vocabulary))
-        self.engine.generated_tokens += len(ready)
+                sequence.retained.append(pack_retained(bits[row], vocabulary))
+        self.generated_tokens += len(ready)
 
-    def _retire(self) -> None:
-        finished = []
-        for active in self.active:
-            if not active.responses:
-                continue
-            stopped = active.tokens[-1] in self.sampling.stop_tokens
-            if stopped or active.responses >= self.sampling.max_response_len:
-                finished.append(active)
-                self.done[self.order[active.handle]] = self._sample(active, "stop" if stopped else "length")
-        if finished:
-            self.cache.leave([active.handle for active in finished])
-            self.active = [active for active in self.active if active not in finished]
-            if self.progress is not None:
-                self.progress(len(self.done), self.total)
+    def _retire(self, ready: list[Sequence]) -> list[int]:
+        """Hands out what is done; the numbers."""
+        ended = [(s, reason) for s in ready if (reason := self._end(s)) is not None]
+        for sequence, reason in ended:
+            self.scheduler.remove(sequence)
+            self._outputs.append(Output.of(sequence, self.name, reason))
+            totals = self.statistics
+            totals.finished += 1
+            totals.preemptions += sequence.preempted
+            totals.restarts += sequence.restarted
+            totals.shared_tokens += sequence.shared_tokens
+            totals.worst_wait = max(totals.worst_wait, sequence.waited)
+        return [sequence.number for sequence, _ in ended]
 
-    def _sample(self, active: _Active, reason: str) -> Sample:
-        return Sample(
-            prompt=active.request.prompt,
-            sample=active.request.sample,
-            prompt_tokens=np.array(active.request.tokens, dtype=np.int32),
-            response_tokens=np.array(active.tokens[len(active.request.tokens) :], dtype=np.int32),
-            logprobs=np.array(active.logprobs, dtype=np.float32),
-            retained=tuple(active.retained) if active.retained else None,
-            weight_version=self.engine.version,
-            engine=self.engine.name,
-            finish_reason=reason,
-        )
+    def _end(self, sequence: Sequence) -> str | None:
+        """``stop``, ``length``, or None while there is more to draw."""
+        sampling, stops = sequence.job.sampling, sequence.job.stop_strings
+        if sequence.tokens[-1] in sampling.stop_tokens:
+            return "stop"
+        if stops and self.decode is not None:
+            reach = max(len(text.encode()) for text in stops) + STOP_MARGIN
+            text = self.decode(sequence.tokens[-min(reach, sequence.responses) :])
+            if any(stop in text for stop in stops):
+                return "stop"
+        return "length" if sequence.responses >= sampling.max_response_len else None
+
+    def _abandon(self) -> None:
+        for sequence in (*self.scheduler.running, *self.scheduler.waiting):
+            self.scheduler.remove(sequence)
+        self.memory.forget()
+
+
+def _load(weights: ModelWeights, snapshot: WeightSnapshot) -> dict[str, str]:
+    if hasattr(transfer, "load_snapshots"):
+        return transfer.load_snapshots(weights, [snapshot])
+    return transfer.load_snapshot(weights, snapshot)
+
+
+def _draw_groups(ready: list[Sequence]) -> list[list[int]]:
+    """Rows that one call can draw: same seed, step and filters; groups in the order of their first row."""
+    groups: dict[object, list[int]] = {}
+    for row, sequence in enumerate(ready):
+        s = sequence.job.sampling
+        groups.setdefault((sequence.job.step, s.seed, s.temperature, s.top_k, s.top_p), []).append(row)
+    return list(groups.values())

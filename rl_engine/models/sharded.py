@@ -1,0 +1,468 @@
+"""Tensor and context parallelism that cannot change a bit: elements are computed whole by one rank, ranks exchange
+bytes.
+
+TP cuts output columns, CP cuts tokens. Forward: ``project`` needs nothing, ``project_back`` gathers its input and its
+output. Backward: a rank computes its own input slice of dX in one chain over all canonical columns, from a second copy
+of the weight; under CP each rank computes other rows of dW over all tokens. Partials of a sum (vocabulary groups of dH
+and of logp) are gathered and folded in ascending order by their owner. Nothing here adds what two ranks computed in an
+order that a layout could change.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_engine.models.sharding import Sharding
+from rl_engine.ops import Operators
+from rl_engine.ops.layout import PackedLayout
+from rl_engine.ops.rms_norm import add_gain, as_heads
+from rl_engine.ops.sample import DrawKey
+from rl_engine.ops.sample.retained import retained_mask
+from rl_engine.ops.selected_logp import LogpState, check_targets, inverse_temperature
+from rl_engine.ops.weight import Weight
+from rl_engine.parallel import ContextLayout, Mesh, bounds
+
+ROWS_AT_ONCE = 2048  # rows of the head's dW computed from one block of logits
+
+
+class Sharded:
+    """The operators of one rank of a TP x CP mesh."""
+
+    def __init__(self, ops: Operators, sharding: Sharding, mesh: Mesh) -> None:
+        self.ops, self.sharding, self.mesh = ops, sharding, mesh
+        self.tp, self.cp = mesh.tp, mesh.cp
+        self._contexts: dict[tuple[int, ...], ContextLayout] = {}
+
+    # -- who owns what
+
+    def context(self, layout: PackedLayout) -> ContextLayout:
+        """CP ownership of the layout's tokens."""
+        if layout.lengths not in self._contexts:
+            if len(self._contexts) > 64:
+                self._contexts.clear()
+            self._contexts[layout.lengths] = ContextLayout(layout.lengths, self.cp.size, self.cp.index)
+        return self._contexts[layout.lengths]
+
+    def own_tokens(self, layout: PackedLayout) -> Tensor:
+        return self.context(layout).own
+
+    def _row_places(self, layout: PackedLayout, rows: Tensor) -> list[Tensor]:
+        """For every CP rank: which of ``rows`` it owns, in its local order."""
+        number = torch.full((layout.tokens,), -1, dtype=torch.int64)
+        number[rows] = torch.arange(rows.numel())
+        found = (number[places] for places in self.context(layout).places)
+        return [places[places >= 0] for places in found]
+
+    def own_rows(self, layout: PackedLayout, rows: Tensor) -> Tensor:
+        return self._row_places(layout, rows)[self.cp.index]
+
+    def gather_rows(self, layout: PackedLayout, rows: Tensor, values: Tensor) -> Tensor:
+        if self.cp.size == 1:
+            return values
+        places = self._row_places(layout, rows)
+        shapes = [(len(p), *values.shape[1:]) for p in places]
+        parts = self.cp.all_gather(values, shapes, purpose="logp")
+        full = torch.empty(rows.numel(), *values.shape[1:], dtype=values.dtype)
+        for place, part in zip(places, parts, strict=True):
+            full[place] = part
+        return full
+
+    # -- exchanges
+
+    def gather_columns(self, x: Tensor, slices: list[tuple[int, int]], *, purpose: str) -> Tensor:
+        """Whole rows [T, ...] of every TP rank's contiguous columns x [T, own]."""
+        if self.tp.size == 1:
+            return x
+        parts = self.tp.all_gather(x, [(x.shape[0], b - a) for a, b in slices], purpose=purpose)
+        return torch.cat(parts, dim=1)
+
+    def _canonical_columns(self, dy: Tensor, merged: str) -> Tensor:
+        """All columns of dy in HF order, from every TP rank's columns."""
+        places = [self.sharding.canonical_rows(merged, rank) for rank in range(self.tp.size)]
+        parts = self.tp.all_gather(dy, [(dy.shape[0], len(p)) for p in places], purpose="dY")
+        full = torch.empty(dy.shape[0], sum(map(len, places)), dtype=dy.dtype)
+        for place, part in zip(places, parts, strict=True):
+            full[:, place] = part
+        return full
+
+    def tokens_for_columns(self, x: Tensor, axis: int, layout: PackedLayout, *, purpose: str) -> Tensor:
+        """All tokens of this CP rank's slice of ``axis``, from own tokens of the whole axis."""
+        if self.cp.size == 1:
+            return x
+        slices = bounds(x.shape[axis], self.cp.size)
+        places = self.context(layout).places
+        own = slices[self.cp.index][1] - slices[self.cp.index][0]
+        shape = list(x.shape)
+        shape[axis] = own
+        received = self.cp.all_to_all(
+            [x.narrow(axis, a, b - a).contiguous() for a, b in slices],
+            [(len(p), *shape[1:]) for p in places],
+            purpose=purpose,
+        )
+        full = torch.empty(layout.tokens, *shape[1:], dtype=x.dtype)
+        for place, part in zip(places, received, strict=True):
+            full[place] = part
+        return full
+
+    def add_weight_gradient(self, dy: Tensor, x: Tensor, weight: Weight, layout: PackedLayout) -> None:
+        """Own rows of dW: all tokens of the unit in logical order, one chain."""
+        if weight.grad is None:
+            return
+        rows = self.tokens_for_columns(dy, 1, layout, purpose="dW dY")
+        tokens = self.context(layout).gather(self.cp, x, purpose="dW X")
+        self.ops.provider("linear").add_weight_gradient(rows, tokens, layout, weight.grad)
+
+    # -- operators
+
+    def embedding(self, ids: Tensor, weight: Weight, layout: PackedLayout | None) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self._lookup(ids, weight)
+        return _Embedding.apply(ids, torch.empty(0, requires_grad=True), weight, layout, self)
+
+    def _lookup(self, ids: Tensor, weight: Weight) -> Tensor:
+        self.ops.count("embedding", ids)
+        places = []
+        for rank in range(self.tp.size):
+            first, last = self.sharding.vocabulary(rank)
+            places.append(((ids >= first) & (ids < last)).nonzero()[:, 0])
+        mine = weight.value[ids[places[self.tp.index]] - self.sharding.vocabulary(self.tp.index)[0]]
+        width = weight.shape[1]
+        parts = self.tp.all_gather(mine.detach(), [(len(p), width) for p in places], purpose="embedding")
+        out = torch.empty(ids.numel(), width, dtype=torch.bfloat16)
+        for place, part in zip(places, parts, strict=True):
+            out[place] = part
+        return out
+
+    def keep_lookups(self, ids: Tensor, dy: Tensor, weight: Weight, layout: PackedLayout) -> None:
+        """Keeps the gradient rows whose table rows this rank's gradient holds, in (sample, position) order."""
+        if weight.grad is None:
+            return
+        context = self.context(layout)
+        all_ids = context.gather(self.cp, ids, purpose="embedding gradient")
+        rows = context.gather(self.cp, dy, purpose="embedding gradient")
+        first = self.sharding.vocabulary(self.tp.index)[0] + weight.grad_rows[0]
+        own = ((all_ids >= first) & (all_ids < first + weight.grad.shape[0])).nonzero()[:, 0]
+        weight.lookups.append((all_ids[own] - first, rows[own]))
+
+    def finish_embedding(self, weight: Weight) -> None:
+        self.ops.finish_embedding(weight)
+
+    def norm(self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self.ops.rms_norm(x, weight, eps)
+        return _Norm.apply(x, weight, eps, layout, self, "rms_norm")
+
+    def qk_norm(self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self.ops.qk_norm(x, weight, eps)
+        return _Norm.apply(x, weight, eps, layout, self, "qk_norm")
+
+    def project(self, x: Tensor, weight: Weight, layout: PackedLayout | None) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self.ops.linear(x, weight)
+        return _Project.apply(x, weight, layout, self)
+
+    def project_back(self, x: Tensor, weight: Weight, stream: Tensor, layout: PackedLayout | None) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self._project_back(x, weight, stream)[0]
+        return _ProjectBack.apply(x, stream, weight, layout, self)
+
+    def _project_back(self, x: Tensor, weight: Weight, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """(new stream [T, H], gathered input [T, K])."""
+        inputs = [self.sharding.inputs(weight.name, rank) for rank in range(self.tp.size)]
+        outputs = [self.sharding.rows(weight.name, rank) for rank in range(self.tp.size)]
+        whole = self.gather_columns(x, inputs, purpose="inputs")
+        first, last = outputs[self.tp.index]
+        own = self.ops.linear_forward(whole, weight, stream[:, first:last])
+        return self.gather_columns(own, outputs, purpose="outputs"), whole
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self.attend(q, k, v, layout)[0]
+        return _Attention.apply(q, k, v, layout, self)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(out, LSE) of own queries and all keys and values in logical order."""
+        self.ops.count("attention", q)
+        context = self.context(layout)
+        keys = context.gather(self.cp, k, purpose="K")
+        values = context.gather(self.cp, v, purpose="V")
+        provider = self.ops.provider("attention")
+        out, lse = provider.forward_runs(q.contiguous(), keys, values, layout, tuple(context.runs))
+        return out, lse, keys, values
+
+    # -- the vocabulary side
+
+    def score(
+        self,
+        hidden: Tensor,
+        weight: Weight,
+        targets: Tensor,
+        temperature: float,
+        mask: Tensor | None,
+        layout: PackedLayout,
+        rows: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        check_targets(targets, self.sharding.config.vocabulary, mask)
+        self.ops.count("lm_head", rows)
+        self.ops.count("selected_logp", rows)
+        batch = _ScoreBatch(weight, targets, inverse_temperature(temperature), mask, layout, rows)
+        return _Score.apply(hidden, batch, self)
+
+    def head_columns(self, group: tuple[int, int]) -> tuple[int, int]:
+        """Local rows of the head for a group's global columns."""
+        first = self.sharding.vocabulary(self.tp.index)[0]
+        return group[0] - first, group[1] - first
+
+    def merged_state(
+        self, hidden: Tensor, weight: Weight, targets: Tensor, inv_t: float, mask: Tensor | None
+    ) -> LogpState:
+        """The whole vocabulary's state of each row: own groups' states, gathered, merged ascending."""
+        head, logp = self.ops.provider("lm_head"), self.ops.provider("selected_logp")
+        vocabulary = self.sharding.config.vocabulary
+        states = []
+        zs = torch.zeros(hidden.shape[0])
+        for first, last in self.sharding.groups(self.tp.index):
+            state = LogpState.empty(hidden.shape[0])
+            z = head.logits(hidden, weight, self.head_columns((first, last)))
+            logp.merge_columns(z, first, vocabulary, inv_t, mask, targets, state)
+            here = (targets >= first) & (targets < last)
+            zs[here] = state.zs_target[here]
+            states.append(torch.stack([state.m, state.l, state.w]))
+        return self.merge_states(torch.stack(states), zs, targets)
+
+    def merge_states(self, states: Tensor, zs: Tensor, targets: Tensor) -> LogpState:
+        """states fp32 [own groups, 3, R] and own targets' scaled logits [R], from every TP rank."""
+        counts = [len(self.sharding.groups(rank)) for rank in range(self.tp.size)]
+        rows = zs.numel()
+        gathered = torch.cat(self.tp.all_gather(states, [(n, 3, rows) for n in counts], purpose="logp states"))
+        scaled = self.tp.all_gather(zs, purpose="logp targets")
+        merged = LogpState.empty(rows)
+        self.ops.provider("selected_logp").merge_groups(gathered[:, 0], gathered[:, 1], gathered[:, 2], merged)
+        for rank in range(self.tp.size):
+            first, last = self.sharding.vocabulary(rank)
+            here = (targets >= first) & (targets < last)
+            merged.zs_target[here] = scaled[rank][here]
+        return merged
+
+    def draw(
+        self, hidden: Tensor, weight: Weight, temperature: float, top_k: int, top_p: float, keys: list[DrawKey]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        first = self.sharding.vocabulary(self.tp.index)[0]
+        z = self.ops.logits(hidden, weight)
+        inv_t = inverse_temperature(temperature)
+        mask = None
+        if top_k >= 0 or top_p < 1.0:  # the set depends on every column
+            slices = [self.sharding.vocabulary(rank) for rank in range(self.tp.size)]
+            mask = retained_mask(self.gather_columns(z, slices, purpose="logits"), inv_t, top_k, top_p)
+        self.ops.count("sample", z)
+        score, token = self.ops.provider("sample").best(z, first, inv_t, mask, keys)
+        scores = torch.stack(self.tp.all_gather(score, purpose="sample"))
+        tokens = torch.stack(self.tp.all_gather(token, purpose="sample"))
+        chosen = tokens.gather(0, scores.argmax(0, keepdim=True))[0]
+        best = scores.max(0).values
+        for rank in reversed(range(self.tp.size)):  # ties to the lowest id, which is the lowest rank's
+            chosen = torch.where(scores[rank] == best, tokens[rank], chosen)
+        return chosen, self._logp_of(z, first, chosen, inv_t, mask), mask
+
+    def raw_logprobs(self, hidden: Tensor, weight: Weight, tokens: Tensor) -> Tensor:
+        first = self.sharding.vocabulary(self.tp.index)[0]
+        return self._logp_of(self.ops.logits(hidden, weight), first, tokens, 1.0, None)
+
+    def _logp_of(self, z: Tensor, first: int, tokens: Tensor, inv_t: float, mask: Tensor | None) -> Tensor:
+        """fp32 [R] from own logits z of columns ``first`` ..., all ranks' states merged."""
+        self.ops.count("selected_logp", z)
+        logp, vocabulary = self.ops.provider("selected_logp"), self.sharding.config.vocabulary
+        check_targets(tokens, vocabulary, mask)
+        states, zs = [], torch.zeros(z.shape[0])
+        for a, b in self.sharding.groups(self.tp.index):
+            state = LogpState.empty(z.shape[0])
+            logp.merge_columns(z[:, a - first : b - first], a, vocabulary, inv_t, mask, tokens, state)
+            here = (tokens >= a) & (tokens < b)
+            zs[here] = state.zs_target[here]
+            states.append(torch.stack([state.m, state.l, state.w]))
+        return logp.finish(self.merge_states(torch.stack(states), zs, tokens))[0]
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, anchor: Tensor, weight: Weight, layout: PackedLayout, place: Sharded) -> Tensor:
+        ctx.ids, ctx.weight, ctx.layout, ctx.place = ids, weight, layout, place
+        return place._lookup(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, ...]:
+        ctx.place.keep_lookups(ctx.ids, dy.contiguous(), ctx.weight, ctx.layout)
+        return None, None, None, None, None
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Weight, eps: float, layout: PackedLayout, place: Sharded, operator: str
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.eps, ctx.layout, ctx.place, ctx.operator = weight, eps, layout, place, operator
+        place.ops.count(operator, x)
+        return place.ops.provider(operator).forward(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        place, weight = ctx.place, ctx.weight
+        provider = place.ops.provider(ctx.operator)
+        dx, terms = provider.backward(dy.contiguous(), x, weight, ctx.eps, weight.grad is not None)
+        if weight.grad is not None:
+            terms = place.tokens_for_columns(as_heads(terms), 2, ctx.layout, purpose="gain terms")
+            sums = provider.unit_sums(terms, ctx.layout)
+            if ctx.operator == "qk_norm":  # heads of every TP rank, folded in canonical order
+                sums = torch.cat(place.tp.all_gather(sums, purpose="gain sums"), dim=1)
+            add_gain(sums, weight.grad)
+        return dx, None, None, None, None, None
+
+
+class _Project(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Weight, layout: PackedLayout, place: Sharded) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.layout, ctx.place = weight, layout, place
+        return place.ops.linear_forward(x, weight, None)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        place, weight, dy = ctx.place, ctx.weight, dy.contiguous()
+        place.add_weight_gradient(dy, x, weight, ctx.layout)
+        provider = place.ops.provider("linear")
+        if place.tp.size == 1:
+            return provider.input_gradient(dy, weight), None, None, None
+        own = provider.input_gradient(place._canonical_columns(dy, weight.name), weight.input_shard)
+        slices = [place.sharding.inputs(weight.name, rank) for rank in range(place.tp.size)]
+        return place.gather_columns(own, slices, purpose="dX"), None, None, None
+
+
+class _ProjectBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stream: Tensor, weight: Weight, layout: PackedLayout, place: Sharded) -> Tensor:
+        out, whole = place._project_back(x, weight, stream)
+        ctx.save_for_backward(whole)
+        ctx.weight, ctx.layout, ctx.place = weight, layout, place
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (whole,) = ctx.saved_tensors
+        place, weight, dy = ctx.place, ctx.weight, dy.contiguous()
+        first, last = place.sharding.rows(weight.name)
+        place.add_weight_gradient(dy[:, first:last].contiguous(), whole, weight, ctx.layout)
+        source = weight if place.tp.size == 1 else weight.input_shard
+        return place.ops.provider("linear").input_gradient(dy, source), dy, None, None, None
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, place: Sharded) -> Tensor:
+        q = q.contiguous()
+        out, lse, keys, values = place.attend(q, k, v, layout)
+        ctx.save_for_backward(q, keys, values, out, lse)
+        ctx.layout, ctx.place = layout, place
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, keys, values, out, lse = ctx.saved_tensors
+        place, layout, dout = ctx.place, ctx.layout, dout.contiguous()
+        provider, context = place.ops.provider("attention"), place.context(layout)
+        delta = provider.delta(dout, out)
+        whole = [context.gather(place.cp, x, purpose="attention gradient") for x in (dout, q, lse, delta)]
+        dq, dk, dv = provider.backward_runs(
+            *(whole[0], whole[1], keys, values, whole[2], whole[3], layout, tuple(context.runs))
+        )
+        return dq, dk, dv, None, None
+
+
+class _ScoreBatch:
+    """What one call of ``score`` is about; targets, mask and rows cover all CP ranks' tokens."""
+
+    def __init__(
+        self, weight: Weight, targets: Tensor, inv_t: float, mask: Tensor | None, layout: PackedLayout, rows: Tensor
+    ) -> None:
+        self.weight, self.targets, self.inv_t, self.mask = weight, targets, inv_t, mask
+        self.layout, self.rows = layout, rows
+
+
+class _Score(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, batch: _ScoreBatch, place: Sharded) -> tuple[Tensor, Tensor]:
+        own = place.own_rows(batch.layout, batch.rows)
+        number = torch.full((batch.layout.tokens,), -1, dtype=torch.int64)
+        number[place.own_tokens(batch.layout)] = torch.arange(hidden.shape[0])
+        local = number[batch.rows[own]]
+        chosen, mask = hidden[local], None if batch.mask is None else batch.mask[own].contiguous()
+        state = place.merged_state(chosen, batch.weight, batch.targets[own], batch.inv_t, mask)
+        logp, entropy = place.ops.provider("selected_logp").finish(state)
+        ctx.save_for_backward(chosen, local)
+        ctx.batch, ctx.place, ctx.state, ctx.own, ctx.mask, ctx.shape = batch, place, state, own, mask, hidden.shape
+        ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, c: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        chosen, local = ctx.saved_tensors
+        d_hidden = torch.zeros(ctx.shape, dtype=torch.bfloat16)
+        c = (-c).contiguous()  # autograd hands over dL/dlogp; the contract's c multiplies p - [v = y]
+        d_hidden[local] = _score_input_gradient(ctx, chosen, c)
+        if ctx.batch.weight.grad is not None:
+            _add_head_gradient(ctx, chosen, c)
+        return d_hidden, None, None
+
+
+def _score_input_gradient(ctx: Any, chosen: Tensor, c: Tensor) -> Tensor:
+    """bf16 [R, H]: every group's chain, folded ascending by the owner of each slice of H, rounded once."""
+    batch, place, state = ctx.batch, ctx.place, ctx.state
+    head, logp = place.ops.provider("lm_head"), place.ops.provider("selected_logp")
+    partials = []
+    for first, last in place.sharding.groups(place.tp.index):
+        columns = place.head_columns((first, last))
+        z = head.logits(chosen, batch.weight, columns)
+        dz = logp.logits_gradient(z, first, batch.inv_t, ctx.mask, batch.targets[ctx.own], state, c)
+        partial = torch.zeros(chosen.shape, dtype=torch.float32)
+        head.add_input_gradient(dz, batch.weight, columns, partial)
+        partials.append(partial)
+    own = torch.stack(partials)
+    slices = bounds(chosen.shape[1], place.tp.size)
+    width = slices[place.tp.index][1] - slices[place.tp.index][0]
+    counts = [len(place.sharding.groups(rank)) for rank in range(place.tp.size)]
+    received = place.tp.all_to_all(
+        [own[:, :, a:b].contiguous() for a, b in slices],
+        [(n, chosen.shape[0], width) for n in counts],
+        purpose="dH groups",
+    )
+    total = torch.zeros(chosen.shape[0], width)
+    for group in torch.cat(received):
+        total = total + group
+    return place.gather_columns(total.bfloat16(), slices, purpose="dH")
+
+
+def _add_head_gradient(ctx: Any, chosen: Tensor, c: Tensor) -> None:
+    """Own rows of the head's dW over all rows of all CP ranks, unit by unit."""
+    batch, place, state = ctx.batch, ctx.place, ctx.state
+    weight, layout, rows = batch.weight, batch.layout, batch.rows
+    head, logp = place.ops.provider("lm_head"), place.ops.provider("selected_logp")
+    hidden, coefficients = (place.gather_rows(layout, rows, x) for x in (chosen, c))
+    whole = LogpState(*(place.gather_rows(layout, rows, x) for x in (state.m, state.l, state.w, state.zs_target)))
+    edges = torch.searchsorted(rows, layout.unit_offsets).tolist()
+    offset = place.sharding.vocabulary(place.tp.index)[0]
+    start, end = weight.grad_rows
+    for first in range(start, end, ROWS_AT_ONCE):
+        last = min(first + ROWS_AT_ONCE, end)
+        z = head.logits(hidden, weight, (first, last))
+        dz = logp.logits_gradient(z, offset + first, batch.inv_t, batch.mask, batch.targets, whole, coefficients)
+        for a, b in itertools.pairwise(edges):
+            if b > a:
+                columns = (first - start, last - start)
+                head.add_weight_gradient(dz[a:b], hidden[a:b], columns, weight.grad)

@@ -1,0 +1,123 @@
+"""Which rows of which tensors a tensor-parallel rank holds. Every element stays whole: only rows (output columns) are
+cut.
+
+Query and KV heads, gate and up columns, o and down outputs are contiguous slices; the vocabulary is cut at whole
+vocabulary groups of ``selected_logp``; norms are on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+from torch import Tensor
+
+from rl_engine.models.config import ModelConfig
+from rl_engine.ops.selected_logp import groups
+from rl_engine.parallel import bounds
+
+MERGED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+
+class LayoutRefused(ValueError):
+    """The model cannot be cut as asked."""
+
+
+def merged_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Merged weight name -> HF tensor names joined in it, in canonical order."""
+    names: dict[str, tuple[str, ...]] = {}
+    taken: set[str] = set()
+    for name in config.tensor_shapes():
+        if name in taken:
+            continue
+        parts: tuple[str, ...] = (name,)
+        merged = name
+        for target, sources in MERGED.items():
+            if f".{sources[0]}." in name:
+                parts = tuple(name.replace(sources[0], source) for source in sources)
+                merged = name.replace(sources[0], target)
+        names[merged] = parts
+        taken.update(parts)
+    return names
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """Rows of every tensor for each of ``size`` TP ranks; ``index`` is this one.
+
+    Raises:
+        LayoutRefused: ``size`` does not divide the query and KV heads, or exceeds the vocabulary groups.
+    """
+
+    config: ModelConfig
+    size: int = 1
+    index: int = 0
+
+    def __post_init__(self) -> None:
+        if self.config.heads % self.size or self.config.kv_heads % self.size:
+            heads = f"{self.config.heads} query and {self.config.kv_heads} KV heads"
+            raise LayoutRefused(f"TP {self.size} with {heads}: it must divide both")
+        if self.size > len(groups(self.config.vocabulary)):
+            raise LayoutRefused(f"TP {self.size} with {len(groups(self.config.vocabulary))} vocabulary groups")
+
+    @property
+    def heads(self) -> int:
+        return self.config.heads // self.size
+
+    @property
+    def kv_heads(self) -> int:
+        return self.config.kv_heads // self.size
+
+    def rows(self, name: str, rank: int | None = None) -> tuple[int, int]:
+        """(first, last + 1) row of HF tensor ``name`` on ``rank`` (default: this one)."""
+        rank = self.index if rank is None else rank
+        total = self.config.tensor_shapes()[name][0]
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            return self.vocabulary(rank)
+        if "norm" in name.rsplit(".", 2)[-2]:
+            return 0, total
+        if ".self_attn.q_proj." in name or ".self_attn.k_proj." in name or ".self_attn.v_proj." in name:
+            share = total // self.size  # whole heads: TP divides them
+            return rank * share, (rank + 1) * share
+        return bounds(total, self.size)[rank]
+
+    def vocabulary(self, rank: int) -> tuple[int, int]:
+        """(first, last + 1) vocabulary row on ``rank``: whole groups, ranks may own different numbers."""
+        edges = groups(self.config.vocabulary)
+        first, last = bounds(len(edges), self.size)[rank]
+        return edges[first][0], edges[last - 1][1]
+
+    def groups(self, rank: int) -> list[tuple[int, int]]:
+        """(first column, last + 1) of the vocabulary groups on ``rank``."""
+        first, last = self.vocabulary(rank)
+        return [group for group in groups(self.config.vocabulary) if first <= group[0] < last]
+
+    def inputs(self, merged: str, rank: int | None = None) -> tuple[int, int]:
+        """(first, last + 1) input column of the K-sharded copy of a merged linear weight on ``rank``."""
+        rank = self.index if rank is None else rank
+        if merged.endswith("self_attn.o_proj.weight"):
+            share = self.heads * self.config.head_dim
+            return rank * share, (rank + 1) * share
+        width = self.config.intermediate if merged.endswith("mlp.down_proj.weight") else self.config.hidden
+        return bounds(width, self.size)[rank]
+
+    @functools.cached_property
+    def _parts(self) -> dict[str, tuple[str, ...]]:
+        return merged_names(self.config)
+
+    def canonical_rows(self, merged: str, rank: int) -> Tensor:
+        """int64: canonical row (HF order: q, k, v; gate, up) of every row that ``rank`` holds of a merged weight."""
+        shapes, base, pieces = self.config.tensor_shapes(), 0, []
+        for part in self._parts[merged]:
+            first, last = self.rows(part, rank)
+            pieces.append(torch.arange(first, last) + base)
+            base += shapes[part][0]
+        return torch.cat(pieces)
+
+    def is_replicated(self, merged: str) -> bool:
+        """Whether every TP rank holds the whole weight (norms)."""
+        return len(self.config.tensor_shapes()[self._parts[merged][0]]) == 1
