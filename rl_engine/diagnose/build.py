@@ -139,6 +139,12 @@ class LogBuilder:
                 prompt = len(before)
         else:
             total, base = max(len(rollout), len(train)), 0
+        if len(rollout) != len(train) and total - 1 in (len(rollout), len(train)):
+            raise UserError(
+                f"{where}: {len(rollout)} rollout and {len(train)} train logprobs for {total} tokens",
+                "the same tokens on both sides",
+                "log both sides for the response, or both for the whole row",
+            )
         rollout = _fit(rollout, total, prompt, base, f"{where}: rollout logprobs", math.nan)
         train = _fit(train, total, prompt, base, f"{where}: train logprobs", math.nan)
         mask = vectors.pop("mask", None)

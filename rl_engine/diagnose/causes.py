@@ -79,6 +79,8 @@ _ALL = (
     Cause("quantised-rollout", "noise larger than the dtype explains (quantised weights, cache or activations)",
           "general", "check fp8 / int8 / int4 settings of the rollout, its KV cache dtype, and whether both sides "
           "load the same checkpoint"),
+    Cause("unexplained", "larger than rounding, and no fingerprint fits", "general", "log more: prompt length, "
+          "sampling settings, weight versions, workers, token ids; or more tokens"),
     Cause("rounding", "honest rounding noise", "fine", "nothing to repair; batch-invariant operators remove it"),
     Cause("exact", "bits are equal", "fine", "nothing to repair"),
 )  # fmt: skip

@@ -125,26 +125,30 @@ def _discount(finding: Finding, explained: float) -> Finding:
 
 
 def diagnose(log: TokenLog) -> Diagnosis:
-    """Collect, rank, and add the harmless answer when nothing else is reported."""
+    """Collect, rank, and say what is left when nothing is reported."""
     found, frame = collect(log)
     findings = rank(found)
     if not any(f.reported for f in findings):
-        findings = (_harmless(frame), *findings)
+        findings = (_remainder(frame), *findings)
     return Diagnosis(findings, frame, log)
 
 
-def _harmless(frame: Frame) -> Finding:
+def _remainder(frame: Frame) -> Finding:
+    """The answer when no fingerprint fits: equal, rounding, or honestly unexplained."""
     equal = len(frame) > 0 and not np.any(frame.raw_gap)
     if equal:
         evidence = Evidence("exact", 0.0, 1.0, f"all {len(frame)} compared logprobs are equal", {"tokens": len(frame)})
         return Finding("exact", 1.0, True, evidence)
-    noise = models.logit_noise(frame) if len(frame) else 0.0
-    mean = float(frame.gap.mean()) if len(frame) else 0.0
-    size = float(np.abs(frame.gap).mean()) if len(frame) else 0.0
-    detail = (
-        f"the gap is symmetric (mean {mean:+.5f}, mean size {size:.5f}) and as large as rounding makes it "
-        f"(logit noise {noise:.4f}); no other fingerprint fits"
-    )
-    numbers: dict[str, float | str] = {"mean": mean, "size": size, "logit_noise": noise}
-    score = 0.9 if noise <= models.honest_limit(frame) else 0.5
-    return Finding("rounding", score, True, Evidence("rounding", 0.0, score, detail, numbers))
+    if not len(frame):
+        evidence = Evidence("unexplained", 0.0, 0.5, "no loss token has two finite logprobs to compare", {"tokens": 0})
+        return Finding("unexplained", 0.5, True, evidence)
+    noise, limit = models.logit_noise(frame), models.honest_limit(frame)
+    mean, size = float(frame.gap.mean()), float(np.abs(frame.gap).mean())
+    numbers: dict[str, float | str] = {"mean": mean, "size": size, "logit_noise": noise, "tokens": len(frame)}
+    told = f"mean {mean:+.5f}, mean size {size:.5f}, logit noise {noise:.4f}, {len(frame)} tokens"
+    # Below eight uncertain tokens there is no noise estimate; the plain size must do.
+    if (noise or size) > 1.25 * limit:
+        detail = f"the gap ({told}) is more than {frame.log.facts.dtype or 'bf16'} rounding makes"
+        return Finding("unexplained", 0.5, True, Evidence("unexplained", 0.0, 0.5, detail, numbers))
+    detail = f"the gap ({told}) is centred and as large as rounding makes it; no other fingerprint fits"
+    return Finding("rounding", 0.9, True, Evidence("rounding", 0.0, 0.9, detail, numbers))

@@ -64,7 +64,7 @@ def calibrate(seeds: tuple[int, ...]) -> dict[str, object]:
             "highest_clean": round(highest[name], 2),
         }
         for name, cause in CAUSES.items()
-        if cause.kind != "fine"
+        if cause.kind != "fine" and name != "unexplained"
     }
     return {
         "about": "least strength (standard errors) and least fit that a cause needs to be reported",

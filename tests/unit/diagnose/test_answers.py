@@ -74,6 +74,12 @@ def test_one_sample_and_one_token_give_an_answer() -> None:
         assert diagnose(tiny(rollout, train)).reported
 
 
+def test_what_no_fingerprint_fits_is_called_unexplained() -> None:
+    few = diagnose(tiny([-1.0, -2.0], [-2.0, -3.0]))
+    assert few.reported[0].cause == "unexplained" and few.alarm
+    assert diagnose(tiny([-1.0, -2.0], [-1.01, -1.99])).reported[0].cause == "rounding"
+
+
 def test_other_ids_in_training_are_seen_directly() -> None:
     log = tiny([-1.0, -1.0], [-1.0, -3.0], tokens=np.array([4, 5], np.int32), train_tokens=np.array([4, 6], np.int32))
     assert facts.token_ids(log)[0].cause == "retokenised"
@@ -132,7 +138,7 @@ def test_general_causes_step_back_behind_specific_ones() -> None:
 
 
 def test_every_cause_has_a_threshold_a_title_and_a_hint() -> None:
-    assert set(thresholds()) == {name for name, cause in CAUSES.items() if cause.kind != "fine"}
+    assert set(thresholds()) == {n for n, c in CAUSES.items() if c.kind != "fine"} - {"unexplained"}
     assert all(cause.title and cause.hint for cause in CAUSES.values())
 
 

@@ -105,7 +105,7 @@ def test_settings_win_over_the_file(tmp_path: pathlib.Path) -> None:
         ("not json", "line 1"),
         ("[1, 2]", "element 0"),
         ('{"a": 1}', "the keys a"),
-        (json.dumps({**GOOD, "train_logprobs": [-1.0, -2.0, -3.0]}), "train logprobs with 3 values"),
+        (json.dumps({**GOOD, "train_logprobs": [-1.0, -2.0, -3.0]}), "3 train logprobs for 4 tokens"),
         (json.dumps({**GOOD, "rollout_logprobs": "high"}), "no flat list"),
         (json.dumps({**GOOD, "rollout_logprobs": [[-1.0], [-2.0]]}), "no flat list"),
         (json.dumps({**GOOD, "mask": [0, 0, 0, 0]}), "no token with mask 1"),
