@@ -55,12 +55,16 @@ class PagedBatch:
 
 class PagedCache:
     """Keys [pages, kv_heads, D, page] (a page's keys are transposed, so a score row is read along the page) and values
-    [pages, kv_heads, page, D] per layer, bf16. Fresh pages hold NaN: a read outside the valid region shows."""
+    [pages, kv_heads, page, D] per layer, bf16. Fresh pages hold NaN: a read outside the valid region shows.
+
+    ``join``, ``batch`` and ``leave`` hand out pages of one owner each. An engine that shares pages keeps its own tables
+    and reads ``k``, ``v``, ``page`` and ``pages`` alone.
+    """
 
     def __init__(self, layers: int, kv_heads: int, width: int, pages: int, page: int) -> None:
         self.page = page
-        self.k = [torch.full((pages, kv_heads, width, page), torch.nan, dtype=torch.bfloat16) for _ in range(layers)]
-        self.v = [torch.full((pages, kv_heads, page, width), torch.nan, dtype=torch.bfloat16) for _ in range(layers)]
+        self.k = [_fresh(pages, kv_heads, width, page) for _ in range(layers)]
+        self.v = [_fresh(pages, kv_heads, page, width) for _ in range(layers)]
         self.pages = pages
         self._free = list(range(pages))
         self._tables: dict[int, list[int]] = {}
@@ -69,6 +73,14 @@ class PagedCache:
     @property
     def free_pages(self) -> int:
         return len(self._free)
+
+    def grow(self, pages: int) -> None:
+        """More pages; those that exist keep number and content."""
+        for tensors in (self.k, self.v):
+            for layer, old in enumerate(tensors):
+                tensors[layer] = torch.cat([old, _fresh(pages - self.pages, *old.shape[1:])])
+        self._free.extend(range(self.pages, pages))
+        self.pages = pages
 
     def join(self) -> int:
         """A handle for a new, empty sample."""
@@ -96,6 +108,10 @@ class PagedCache:
         for handle, pages in zip(handles, wanted, strict=True):
             self._tables[handle].extend(self._free.pop() for _ in range(pages))
         return PagedBatch.build([self._tables[handle] for handle in handles], starts, counts, self.page)
+
+
+def _fresh(*shape: int) -> Tensor:
+    return torch.full(shape, torch.nan, dtype=torch.bfloat16)
 
 
 def _own_tables(layout: PackedLayout, page: int) -> list[list[int]]:

@@ -15,14 +15,23 @@ GROWTH = 64  # tokens the dense cache grows by
 
 @dataclasses.dataclass(frozen=True)
 class DenseBatch:
-    """Rows of the cache, each with its first new position and number of new tokens."""
+    """Rows of the cache, each with its first new position and number of new tokens.
+
+    Attributes:
+        positions: int64 [T], position of each new token.
+        single: int64, places in the joined tokens of the samples that add one token, and ``single_rows`` their rows in
+            the cache. None stands for all of them, in order.
+        mask: bf16 [R, 1, 1, L], added to the scores of those samples; -inf where no key is.
+    """
 
     rows: list[int]
     starts: list[int]
     counts: list[int]
     positions: Tensor
-    q_offsets: Tensor
-    mask: Tensor | None  # bool [R, 1, 1, L] when every row decodes one token
+    single: Tensor | None
+    single_rows: Tensor
+    single_positions: Tensor
+    mask: Tensor | None
 
 
 class DenseCache:
@@ -32,41 +41,63 @@ class DenseCache:
         self.k = [torch.zeros(0, kv_heads, 0, width, dtype=torch.bfloat16) for _ in range(layers)]
         self.v = [torch.zeros(0, kv_heads, 0, width, dtype=torch.bfloat16) for _ in range(layers)]
         self.handles: list[int] = []
+        self._rows: dict[int, int] = {}
         self._next = 0
 
     def join(self) -> int:
         handle, self._next = self._next, self._next + 1
+        self.reserve(len(self.handles) + 1, 0)
+        self._rows[handle] = len(self.handles)
         self.handles.append(handle)
-        self._resize(len(self.handles), self.k[0].shape[2])
         return handle
 
-    def leave(self, handles: list[int]) -> None:
-        kept = [row for row, handle in enumerate(self.handles) if handle not in set(handles)]
-        index = torch.tensor(kept, dtype=torch.int64)
-        self.handles = [self.handles[row] for row in kept]
-        self.k = [k.index_select(0, index) for k in self.k]
-        self.v = [v.index_select(0, index) for v in self.v]
+    def row(self, handle: int) -> int:
+        """Where a sample's keys lie; it may change when another leaves."""
+        return self._rows[handle]
 
-    def _resize(self, rows: int, length: int) -> None:
-        if rows <= self.k[0].shape[0] and length <= self.k[0].shape[2]:
+    def leave(self, handles: list[int]) -> None:
+        """The last sample takes the place of one that leaves."""
+        for handle in handles:
+            row, last = self._rows.pop(handle), self.handles.pop()
+            if last == handle:
+                continue
+            for tensor in (*self.k, *self.v):
+                tensor[row] = tensor[len(self.handles)]
+            self.handles[row] = last
+            self._rows[last] = row
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Room for ``rows`` samples of ``length`` tokens, so that it need not grow on the way."""
+        have = self.k[0].shape
+        if rows <= have[0] and length <= have[2]:
             return
+        rows, length = max(rows, have[0]), max(-(-length // GROWTH) * GROWTH, have[2])
+        used = len(self.handles)
         for tensors in (self.k, self.v):
             for layer, old in enumerate(tensors):
-                new = old.new_zeros(max(rows, old.shape[0]), old.shape[1], max(length, old.shape[2]), old.shape[3])
-                new[: old.shape[0], :, : old.shape[2]] = old
+                new = old.new_zeros(rows, old.shape[1], length, old.shape[3])
+                new[:used, :, : old.shape[2]] = old[:used]
                 tensors[layer] = new
 
     def batch(self, handles: list[int], starts: list[int], counts: list[int]) -> DenseBatch:
-        longest = max(start + count for start, count in zip(starts, counts, strict=True))
-        if longest > self.k[0].shape[2]:
-            self._resize(len(self.handles), -(-longest // GROWTH) * GROWTH)
-        rows = [self.handles.index(handle) for handle in handles]
-        mask = None
-        if counts == [1] * len(counts) and rows == list(range(len(self.handles))):
-            mask = torch.arange(longest)[None] <= torch.tensor(starts)[:, None]
-            mask = mask[:, None, None]
+        """The pass that appends ``counts`` tokens at ``starts`` to each sample."""
+        self.reserve(len(self.handles), max(start + count for start, count in zip(starts, counts, strict=True)))
+        rows = [self._rows[handle] for handle in handles]
+        single = [i for i, (start, count) in enumerate(zip(starts, counts, strict=True)) if count == 1 and start]
         positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
-        return DenseBatch(rows, starts, counts, positions, torch.tensor([0, *counts]).cumsum(0), mask)
+        places = None
+        if len(single) < len(rows) or rows != list(range(len(rows))):
+            offsets = [0]
+            for count in counts:
+                offsets.append(offsets[-1] + count)
+            places = torch.tensor([offsets[i] for i in single], dtype=torch.int64)
+        ends = torch.tensor([starts[i] for i in single], dtype=torch.int64)
+        mask = None
+        if single:
+            exists = torch.arange(int(ends.max()) + 1)[None] <= ends[:, None]
+            mask = torch.zeros(exists.shape, dtype=torch.bfloat16).masked_fill(~exists, -torch.inf)[:, None, None]
+        single_rows = torch.tensor([rows[i] for i in single], dtype=torch.int64)
+        return DenseBatch(rows, starts, counts, positions, places, single_rows, ends, mask)
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -88,25 +119,43 @@ class StockAttention:
 
     def cached(self, q: Tensor, k: Tensor, v: Tensor, cache: DenseCache, layer: int, batch: DenseBatch) -> Tensor:
         keys, values = cache.k[layer], cache.v[layer]
+        if batch.single is None:
+            return self._single(q, k, v, keys, values, batch)
+        out = torch.empty(q.shape, dtype=q.dtype)
         if batch.mask is not None:
-            rows, longest = torch.arange(len(batch.rows)), batch.mask.shape[-1]
-            keys[rows, :, batch.positions] = k
-            values[rows, :, batch.positions] = v
-            seen = (x[:, :, :longest] for x in (keys, values))
-            out = functional.scaled_dot_product_attention(q.unsqueeze(2), *seen, attn_mask=batch.mask, enable_gqa=True)
-            return out.squeeze(2)
-        outs, first = [], 0
+            places = batch.single
+            out[places] = self._single(q[places], k[places], v[places], keys, values, batch)
+        first = 0
         for row, start, count in zip(batch.rows, batch.starts, batch.counts, strict=True):
             part = slice(first, first + count)
+            first += count
+            if count == 1 and start:
+                continue
             keys[row, :, start : start + count] = k[part].transpose(0, 1)
             values[row, :, start : start + count] = v[part].transpose(0, 1)
             seen = (x[row : row + 1, :, : start + count] for x in (keys, values))
             mask = None
             if start:
                 mask = torch.arange(start + count)[None] <= torch.arange(start, start + count)[:, None]
-            out = functional.scaled_dot_product_attention(
+            attended = functional.scaled_dot_product_attention(
                 _heads_first(q[part]), *seen, attn_mask=mask, is_causal=start == 0, enable_gqa=True
             )
-            outs.append(out[0].transpose(0, 1))
-            first += count
-        return torch.cat(outs)
+            out[part] = attended[0].transpose(0, 1)
+        return out
+
+    @staticmethod
+    def _single(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: DenseBatch) -> Tensor:
+        """One new token [R, heads, D] of each of R samples. The query heads of a group stand in the place of queries,
+        so that torch need not copy the keys for every head."""
+        rows, mask = batch.single_rows, batch.mask
+        assert mask is not None
+        length = mask.shape[-1]
+        keys[rows, :, batch.single_positions] = k
+        values[rows, :, batch.single_positions] = v
+        if batch.single is None:
+            seen = (x[: len(rows), :, :length] for x in (keys, values))
+        else:
+            seen = (x[:, :, :length].index_select(0, rows) for x in (keys, values))
+        grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
+        out = functional.scaled_dot_product_attention(grouped, *seen, attn_mask=mask)
+        return out.reshape(q.shape)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
+from rl_engine.ops.linear.stock import stock_linear
 from rl_engine.ops.weight import Weight
 
 
 class StockHead:
     def logits(self, hidden: Tensor, weight: Weight, columns: tuple[int, int] | None = None) -> Tensor:
-        first, last = columns or (0, weight.shape[0])
+        if columns is None:
+            return stock_linear(hidden, weight).float()
+        first, last = columns
         return functional.linear(hidden, weight.value[first:last]).float()

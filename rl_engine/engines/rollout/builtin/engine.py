@@ -19,11 +19,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_engine.engines import snapshot as transfer
 from rl_engine.engines.rollout.builtin.log import Added, Cancelled, Entry, Loading, Pass, ReplayMismatch, SchedulerLog
 from rl_engine.engines.rollout.builtin.memory import DenseMemory, Memory, PagedMemory
 from rl_engine.engines.rollout.builtin.scheduler import Scheduler
 from rl_engine.engines.rollout.builtin.sequence import Job, Output, RolloutSettings, Sequence
+from rl_engine.engines.snapshot import load_snapshots
 from rl_engine.engines.types import Request, Sample, SamplingSettings, WeightSnapshot, pack_retained
 from rl_engine.models.decoder import Decoder
 from rl_engine.models.weights import ModelWeights
@@ -31,6 +31,7 @@ from rl_engine.ops import Operators
 from rl_engine.ops.attention.stock import DenseCache
 from rl_engine.ops.linear.stock import prepack
 from rl_engine.ops.sample import DrawKey
+from rl_engine.parallel import Mesh
 
 __all__ = ["Job", "Output", "RolloutEngine", "RolloutSettings", "Statistics", "fan_out"]
 
@@ -68,6 +69,7 @@ class RolloutEngine:
         positions: longest prompt plus response.
         name: engine's name in the evidence.
         decode: text of token ids; needed for stop strings.
+        mesh: the ranks that compute together; one by default.
     """
 
     def __init__(
@@ -78,9 +80,10 @@ class RolloutEngine:
         settings: RolloutSettings,
         name: str = "rollout-0",
         decode: Decode | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         self.weights, self.ops, self.settings, self.name, self.decode = weights, operators, settings, name, decode
-        self.decoder = Decoder(weights, operators, positions)
+        self.decoder = Decoder(weights, operators, positions, mesh)
         self.positions = positions
         self.version = 0
         self.generated_tokens = 0
@@ -95,7 +98,7 @@ class RolloutEngine:
 
     def _new_memory(self) -> Memory:
         config, settings = self.weights.config, self.settings
-        heads = getattr(self.decoder, "cache_heads", config.kv_heads)
+        heads = self.decoder.cache_heads
         cache = self.ops.new_cache(config.layers, heads, config.head_dim, settings.pages or 0, settings.page)
         if isinstance(cache, DenseCache):
             return DenseMemory(cache)
@@ -115,16 +118,21 @@ class RolloutEngine:
         """Samples in the queue or in the batch."""
         return len(self.scheduler.waiting) + len(self.scheduler.running)
 
-    def load_weights(self, snapshot: WeightSnapshot, in_flight: InFlight = "finish") -> dict[str, str]:
-        """Replaces the weights; the digests of what arrived. No sample ever has tokens of two versions.
+    def load_weights(
+        self, snapshots: WeightSnapshot | Items[WeightSnapshot], in_flight: InFlight = "finish"
+    ) -> dict[str, str]:
+        """Replaces the weights by what the trainer's ranks exported; the digests of this rank's rows as they arrived.
+        No sample ever has tokens of two versions.
 
         Samples with a token drawn ``finish`` first, with the weights they began with (the next :meth:`step` returns
         them), or ``restart`` from their prompt. Those without begin with the new weights either way.
 
         Raises:
-            SnapshotMismatch: a tensor's digest is not the exporter's; the old weights stay.
+            SnapshotMismatch: the snapshots lack rows, or are of different versions.
         """
-        self.log.append(Loading(snapshot.version, in_flight))
+        parts = [snapshots] if isinstance(snapshots, WeightSnapshot) else list(snapshots)
+        version = parts[0].version
+        self.log.append(Loading(version, in_flight))
         running = list(self.scheduler.running)
         for sequence in running:
             if in_flight == "restart" or not sequence.responses:
@@ -135,9 +143,9 @@ class RolloutEngine:
         while any(s.responses for s in (*self.scheduler.running, *self.scheduler.waiting)):
             self._pass(begun_only=True)
         self.memory.forget()
-        digests = _load(self.weights, snapshot)
+        digests = load_snapshots(self.weights, parts)
         self._prepare()
-        self.version = snapshot.version
+        self.version = version
         return digests
 
     def add(self, job: Job) -> int:
@@ -244,7 +252,10 @@ class RolloutEngine:
         return [done[number] for number in numbers if number in done]
 
     def replay(
-        self, jobs: Items[Job], entries: Items[Entry], snapshots: Mapping[int, WeightSnapshot] | None = None
+        self,
+        jobs: Items[Job],
+        entries: Items[Entry],
+        snapshots: Mapping[int, WeightSnapshot | Items[WeightSnapshot]] | None = None,
     ) -> list[Output]:
         """Does what another engine's log says, decision by decision: the same calls, the same passes.
 
@@ -375,12 +386,6 @@ class RolloutEngine:
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
             self.scheduler.remove(sequence)
         self.memory.forget()
-
-
-def _load(weights: ModelWeights, snapshot: WeightSnapshot) -> dict[str, str]:
-    if hasattr(transfer, "load_snapshots"):
-        return transfer.load_snapshots(weights, [snapshot])
-    return transfer.load_snapshot(weights, snapshot)
 
 
 def _draw_groups(ready: list[Sequence]) -> list[list[int]]:

@@ -1,0 +1,190 @@
+"""The KV cache as the scheduler sees it: pages with tables and sharing, or torch's dense rows in native mode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import Any, Protocol
+
+from rl_engine.engines.rollout.builtin.pool import PagePool
+from rl_engine.engines.rollout.builtin.sequence import Sequence
+from rl_engine.ops.attention.paged import PagedBatch, PagedCache
+from rl_engine.ops.attention.stock import DenseBatch, DenseCache
+
+Work = Items[tuple[Sequence, int]]  # (sample, tokens to append), a pass
+
+
+class Memory(Protocol):
+    """Room for keys. A sample joins, asks for room before every pass, and leaves; leaving forgets its keys."""
+
+    cache: Any
+
+    def missing(self, sequence: Sequence) -> int:
+        """Available pages that a sample from the queue needs for all its known tokens; shared ones cost nothing."""
+
+    def available(self) -> int:
+        """Pages nobody owns."""
+
+    def limit(self) -> int | None:
+        """Tokens of the longest sample that fits alone, or None."""
+
+    def plan_for(self, tokens: list[int], rows: int) -> None:
+        """Prepares for samples of these lengths, at most ``rows`` at a time."""
+
+    def join(self, sequence: Sequence) -> None: ...
+
+    def leave(self, sequence: Sequence) -> None: ...
+
+    def match(self, sequence: Sequence) -> None:
+        """Takes over every full page at the sample's end of computed tokens that somebody has, or will have before
+        the pass attends."""
+
+    def extend(self, sequence: Sequence, count: int) -> bool:
+        """Room for ``count`` more tokens; False, and nothing taken, where the pool has none."""
+
+    def announce(self, sequence: Sequence, count: int) -> None:
+        """The next pass surely computes ``count`` tokens of the sample: pages that become full can be shared."""
+
+    def batch(self, work: Work) -> tuple[Work, Any]:
+        """The pass, its samples in the order that the cache wants, and what attention needs to know of it."""
+
+    def forget(self) -> None:
+        """The weights have changed: nothing is shared any more."""
+
+    def check(self) -> None:
+        """Raises where the books are wrong."""
+
+
+class PagedMemory:
+    """One pool of pages for all layers, samples of any length.
+
+    A page is shared from the moment a pass that fills it is certain: attention stores all keys of a pass before it
+    reads any, so samples of one prompt that start together compute their common pages once.
+    """
+
+    def __init__(self, cache: PagedCache, grows: bool, share: bool) -> None:
+        self.cache, self.pool, self.grows, self.sharing = cache, PagePool(cache.pages), grows, share
+        self.page = cache.page
+        self.tables: dict[int, list[int]] = {}
+
+    def needed(self, tokens: int) -> int:
+        """Pages of a sample of ``tokens`` tokens."""
+        return -(-tokens // self.page)
+
+    def available(self) -> int:
+        return self.pool.available
+
+    def missing(self, sequence: Sequence) -> int:
+        pages = self.needed(len(sequence.tokens))
+        block = 0
+        while self.sharing and (block + 1) * self.page < len(sequence.tokens):
+            owned = self.pool.owned(sequence.hash_of(block, self.page))
+            if owned is None:
+                break
+            pages -= owned
+            block += 1
+        return pages
+
+    def limit(self) -> int | None:
+        return None if self.grows else self.pool.pages * self.page
+
+    def plan_for(self, tokens: list[int], rows: int) -> None:
+        pages = sum(sorted(map(self.needed, tokens), reverse=True)[:rows])
+        if self.grows and pages > self.pool.pages:
+            self.cache.grow(pages)
+            self.pool.grow(pages)
+
+    def join(self, sequence: Sequence) -> None:
+        self.tables[sequence.number] = []
+
+    def leave(self, sequence: Sequence) -> None:
+        self.pool.give(self.tables.pop(sequence.number))
+        sequence.computed = 0
+
+    def match(self, sequence: Sequence) -> None:
+        """The last known token is always left: its hidden state is what the next token is drawn from."""
+        page, table = self.page, self.tables[sequence.number]
+        while self.sharing and sequence.computed % page == 0 and sequence.computed + page < len(sequence.tokens):
+            found = self.pool.share(sequence.hash_of(sequence.computed // page, page))
+            if found is None:
+                return
+            table.append(found)
+            sequence.computed += page
+            sequence.shared_tokens += page
+
+    def extend(self, sequence: Sequence, count: int) -> bool:
+        table = self.tables[sequence.number]
+        wanted = self.needed(sequence.computed + count) - len(table)
+        if wanted > self.pool.available:
+            return False
+        for _ in range(wanted):
+            page = self.pool.take()
+            assert page is not None
+            table.append(page)
+        return True
+
+    def announce(self, sequence: Sequence, count: int) -> None:
+        table = self.tables[sequence.number]
+        for block in range(sequence.computed // self.page, (sequence.computed + count) // self.page):
+            if self.sharing:
+                self.pool.register(table[block], sequence.hash_of(block, self.page))
+
+    def batch(self, work: Work) -> tuple[Work, PagedBatch]:
+        tables = [self.tables[sequence.number] for sequence, _ in work]
+        starts, counts = [sequence.computed for sequence, _ in work], [count for _, count in work]
+        return work, PagedBatch.build(tables, starts, counts, self.page)
+
+    def forget(self) -> None:
+        self.pool.forget()
+
+    def check(self) -> None:
+        self.pool.check(self.tables.values())
+
+
+class DenseMemory:
+    """Native mode: one dense row per sample. There are no pages, so nothing is shared and nothing is preempted; the
+    number of rows is what bounds the memory."""
+
+    def __init__(self, cache: DenseCache) -> None:
+        self.cache = cache
+        self.handles: dict[int, int] = {}
+
+    def missing(self, sequence: Sequence) -> int:
+        return 0
+
+    def available(self) -> int:
+        return 0
+
+    def limit(self) -> int | None:
+        return None
+
+    def plan_for(self, tokens: list[int], rows: int) -> None:
+        self.cache.reserve(min(rows, len(tokens)), max(tokens))
+
+    def join(self, sequence: Sequence) -> None:
+        self.handles[sequence.number] = self.cache.join()
+
+    def leave(self, sequence: Sequence) -> None:
+        self.cache.leave([self.handles.pop(sequence.number)])
+        sequence.computed = 0
+
+    def match(self, sequence: Sequence) -> None:
+        return
+
+    def extend(self, sequence: Sequence, count: int) -> bool:
+        return True
+
+    def announce(self, sequence: Sequence, count: int) -> None:
+        return
+
+    def batch(self, work: Work) -> tuple[Work, DenseBatch]:
+        rows = {number: self.cache.row(handle) for number, handle in self.handles.items()}
+        work = sorted(work, key=lambda item: rows[item[0].number])
+        handles = [self.handles[sequence.number] for sequence, _ in work]
+        starts, counts = [sequence.computed for sequence, _ in work], [count for _, count in work]
+        return work, self.cache.batch(handles, starts, counts)
+
+    def forget(self) -> None:
+        return
+
+    def check(self) -> None:
+        assert set(self.handles.values()) == set(self.cache.handles)

@@ -1,0 +1,144 @@
+"""Who computes what in the next pass. First come, first served: the batch always holds the oldest samples.
+
+A pass gives every caught-up sample its one token and spends the rest of the budget on prefill, oldest first, then on
+samples from the queue. Where the pool has no page left, the youngest sample goes back to the queue and is computed
+again later (its tokens are kept). The oldest sample can always go on, since the pool holds any single sample; nobody
+waits for a younger one, so nobody starves.
+
+Decisions follow from the samples, the settings and the drawn tokens alone: ranks that run the same calls decide alike.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+from rl_engine.engines.rollout.builtin.log import Action, Pass, ReplayMismatch
+from rl_engine.engines.rollout.builtin.memory import Memory
+from rl_engine.engines.rollout.builtin.sequence import RolloutSettings, Sequence
+
+
+class Scheduler:
+    """``running`` and ``waiting`` are in order of arrival."""
+
+    def __init__(self, settings: RolloutSettings, memory: Memory) -> None:
+        self.settings, self.memory = settings, memory
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self._work: list[tuple[Sequence, int]] = []
+        self._actions: list[Action] = []
+        self._left = 0
+
+    def queue(self, sequence: Sequence) -> None:
+        bisect.insort(self.waiting, sequence, key=lambda s: s.number)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sample out for good."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+            self.memory.leave(sequence)
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Back to the queue, without its keys."""
+        self.remove(sequence)
+        self.queue(sequence)
+
+    def find(self, number: int) -> Sequence | None:
+        return next((s for s in (*self.running, *self.waiting) if s.number == number), None)
+
+    def decide(self, begun_only: bool = False) -> tuple[list[tuple[Sequence, int]], Pass]:
+        """The next pass, as (sample, tokens) and as its entry in the log; ``begun_only`` leaves samples without a
+        response in the queue."""
+        available = self._begin()
+        caught_up = sum(s.remaining == 1 for s in self.running)
+        self._left = self.settings.budget - caught_up
+        for sequence in list(self.running):
+            if sequence in self.running:
+                self._continue(sequence)
+        if not any(kind in ("preempt", "withdraw") for kind, *_ in self._actions):
+            self._admit(begun_only)
+        return self._end(available)
+
+    def _begin(self) -> int:
+        self._work, self._actions = [], []
+        return self.memory.available()
+
+    def _end(self, available: int) -> tuple[list[tuple[Sequence, int]], Pass]:
+        for sequence in self.waiting:
+            sequence.waited += 1
+        return self._work, Pass(tuple(self._actions), available)
+
+    def _continue(self, sequence: Sequence) -> None:
+        own = sequence.remaining == 1  # its token is set aside already
+        if not own and self._left == 0:
+            return
+        self.memory.match(sequence)
+        count = 1 if own else min(sequence.remaining, self.settings.chunk, self._left)
+        while not self.memory.extend(sequence, count):
+            youngest = self.running[-1]
+            self._preempt(youngest, "withdraw" if youngest is sequence else "preempt")
+            if youngest is sequence:
+                return
+        self._left -= 0 if own else count
+        self._compute(sequence, count, "compute")
+
+    def _admit(self, begun_only: bool) -> None:
+        for sequence in list(self.waiting):
+            if self._left == 0 or len(self.running) == self.settings.max_batch:
+                return
+            if begun_only and not sequence.responses:
+                continue
+            if self.memory.missing(sequence) > self.memory.available():
+                return
+            self._join(sequence)
+            count = min(sequence.remaining, self.settings.chunk, self._left)
+            room = self.memory.extend(sequence, count)
+            assert room, "a sample was admitted without room"
+            self._left -= count
+            self._compute(sequence, count, "admit")
+
+    def _join(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        bisect.insort(self.running, sequence, key=lambda s: s.number)
+        self.memory.join(sequence)
+        self.memory.match(sequence)
+
+    def _compute(self, sequence: Sequence, count: int, kind: str) -> None:
+        self.memory.announce(sequence, count)
+        self._work.append((sequence, count))
+        self._actions.append((kind, sequence.number, sequence.computed, count))
+
+    def _preempt(self, sequence: Sequence, kind: str) -> None:
+        self._actions.append((kind, sequence.number, sequence.computed, 0))
+        self.withdraw(sequence)
+        sequence.preempted += 1
+
+    def follow(self, entry: Pass) -> tuple[list[tuple[Sequence, int]], Pass]:
+        """The pass of a log instead of one's own decision.
+
+        Raises:
+            ReplayMismatch: it is impossible here: the log is another run's.
+        """
+        available = self._begin()
+        for kind, number, start, count in entry.actions:
+            sequence = self.find(number)
+            if sequence is None or (sequence in self.waiting) != (kind == "admit"):
+                raise ReplayMismatch(f"{kind} of sample {number}, which is not {_place(kind)}")
+            if kind == "admit":
+                self._join(sequence)
+            elif kind != "preempt":
+                self.memory.match(sequence)
+            if sequence.computed != start or sequence.remaining < count:
+                raise ReplayMismatch(f"sample {number} has {sequence.computed} tokens computed, the log says {start}")
+            if kind in ("preempt", "withdraw"):
+                self._preempt(sequence, kind)
+            elif self.memory.extend(sequence, count):
+                self._compute(sequence, count, kind)
+            else:
+                raise ReplayMismatch(f"no room for {count} tokens of sample {number}")
+        return self._end(available)
+
+
+def _place(kind: str) -> str:
+    return "in the queue" if kind == "admit" else "in the batch"
