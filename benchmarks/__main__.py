@@ -37,10 +37,9 @@ def parser() -> argparse.ArgumentParser:
             child.add_argument("--workspace", metavar="DIR", help="workspace of the run (the launcher's own default)")
         else:
             child.add_argument("--layers", type=int, metavar="N", help="cut the model to N layers")
-        if name in ("rollout", "train"):
-            child.add_argument(
-                "--model-root", type=Path, metavar="DIR", help="checkpoint (random weights of SmolLM2-135M's shape)"
-            )
+        if name != "ops":
+            default = "the demo model" if name == "e2e" else "random weights of SmolLM2-135M's shape"
+            child.add_argument("--model-root", type=Path, metavar="DIR", help=f"checkpoint ({default})")
     return root
 
 

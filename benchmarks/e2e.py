@@ -18,12 +18,14 @@ def main(options: argparse.Namespace) -> Report:
     """The two runs follow each other (native, consistency), each with all of its steps; ``--rounds`` counts steps."""
     command = [sys.executable, "-m", "rl_engine.entrypoints.repro", "run", "--mode", "paired", "--json"]
     command += ["--rollouts", str(max(2, options.rounds))]
-    if options.workspace:
-        command += ["--workspace", str(Path(options.workspace).resolve())]
+    command += ["--threads", str(options.threads)]
+    for flag, folder in (("--workspace", options.workspace), ("--model-root", options.model_root)):
+        if folder:
+            command += [flag, str(Path(folder).resolve())]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode not in (0, 1):
         raise UserError(f"a run that ended with exit code {done.returncode}", "a paired run", "its message is above")
-    folders = [Path(json.loads(line)["run_dir"]) for line in done.stdout.splitlines() if line.startswith("{")]
+    folders = [Path(run["run_dir"]) for run in json.loads(done.stdout)["runs"]]
     steps = {_mode(folder): _steps(folder) for folder in folders}
     report = Report("e2e", {"exit code": done.returncode, "runs": [str(folder) for folder in folders]})
     for phase in ("step", *PHASES):

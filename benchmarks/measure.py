@@ -101,7 +101,7 @@ class Report:
             cells = [
                 f"{name} {case.work / timing.median:.1f} {case.unit}/s"
                 if case.unit != "calls"
-                else f"{name} {timing.median * 1e6:.0f} us"
+                else f"{name} {_time(timing.median)}"
                 for name, timing in case.timings.items()
             ]
             speeds = [f"{name} {case.speed(name):.2f}x {BASELINE}" for name in case.timings if name != BASELINE]
@@ -111,6 +111,10 @@ class Report:
             out.write(
                 f"  the machine was busy (load {self.load_before:.1f} on {cores} cores): see the JSON's CPU seconds\n"
             )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e6:.0f} us"
 
 
 def machine(load_before: float) -> dict[str, Any]:

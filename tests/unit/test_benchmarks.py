@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,24 @@ def test_speed_is_relative_to_native() -> None:
     case = Case("x", 100, "tokens", {"native": Timing([4.0, 2.0, 2.0]), "consistency": Timing([1.0, 1.0, 9.0])})
     assert case.speed("consistency") == 2.0
     assert case.record()["times"]["consistency"]["per_second"] == 100.0
+
+
+def test_e2e_reads_the_records_of_both_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import e2e
+
+    runs = []
+    for mode, rollout in (("native", 4.0), ("consistency", 2.0)):
+        folder = tmp_path / mode
+        folder.mkdir()
+        (folder / "plan.json").write_text(json.dumps({"plan": {"mode": mode}}))
+        seconds = {**dict.fromkeys(e2e.PHASES, 0.0), "rollout": rollout, "train": 1.0}
+        (folder / "steps.jsonl").write_text((json.dumps({"seconds": seconds}) + "\n") * 2)
+        runs.append({"run_dir": str(folder)})
+    done = subprocess.CompletedProcess([], 0, stdout=json.dumps({"runs": runs}))
+    monkeypatch.setattr(e2e.subprocess, "run", lambda *args, **options: done)
+    report = e2e.main(bench.parser().parse_args(["e2e", "--rounds", "2", "--threads", "1"]))
+    assert {case.name: round(case.speed("consistency"), 2) for case in report.cases} == {
+        "step": 1.67,
+        "rollout": 2.0,
+        "train": 1.0,
+    }
