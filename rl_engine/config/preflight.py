@@ -32,7 +32,7 @@ def refuse_unbuilt(resolved: Sequence[ResolvedPlan], *, detach: bool, resume: st
         raise UserError(
             "--pd", "engines that prefill and decode: the built-in stack does not split them", "leave --pd out"
         )
-    _refuse_groups(resolved[0])
+    _refuse_groups(resolved)
     for name, what in _NOT_HONOURED:
         value = next((value for value in resolved[0].values if value.name == name), None)
         if value is not None and value.source == "flag":
@@ -57,18 +57,24 @@ _NOT_HONOURED = (
 )
 
 
-def _refuse_groups(resolved: ResolvedPlan) -> None:
-    shape = resolved.plan.topology
-    if (shape.train_tp, shape.train_cp) != (1, 1):
-        found = f"training TP {shape.train_tp} x CP {shape.train_cp}"
-        raise UserError(found, "one rank: this version plans groups but does not run them", "--tp 1 --cp 1")
-    if (shape.rollout_tp, shape.rollout_cp, shape.rollout_engines) != (1, 1, 1):
-        found = f"{shape.rollout_engines} rollout engines of TP {shape.rollout_tp} x CP {shape.rollout_cp}"
-        raise UserError(
-            found,
-            "one engine of one rank: this version plans groups but does not run them",
-            "--rollout-tp 1 --rollout-cp 1",
-        )
+def _refuse_groups(resolved: Sequence[ResolvedPlan]) -> None:
+    """Stock operators run on one rank; rollout context parallelism is not built."""
+    for item in resolved:
+        plan, shape = item.plan, item.plan.topology
+        if shape.rollout_cp > 1:
+            raise UserError(
+                f"--rollout-cp {shape.rollout_cp}",
+                "rollout CP 1: this version's built-in engines cut rollouts by TP only",
+                "--rollout-cp 1",
+            )
+        stock = "stock" in {name for side in (plan.providers.train, plan.providers.rollout) for _, name in side}
+        ranks = max(shape.train_tp * shape.train_cp, shape.rollout_tp)
+        if stock and ranks > 1:
+            raise UserError(
+                f"stock operators ({plan.mode}) on {ranks} ranks",
+                "one rank each: torch's own operators have no exact layout",
+                "--mode consistency, or --tp 1 --cp 1 --rollout-tp 1",
+            )
 
 
 def wants_demo_model(resolved: ResolvedPlan) -> Path | None:

@@ -102,6 +102,12 @@ def _check_pairable(loaded: LoadedProfile) -> None:
             )
 
 
+def _threads(cores: int, shape: Topology) -> int:
+    """One thread count for every process: the cores shared by the ranks of the larger side, which run together."""
+    train, rollout = shape.train_tp * shape.train_cp, shape.rollout_tp * shape.rollout_cp * shape.rollout_engines
+    return max(1, cores // max(train, rollout))
+
+
 class _Resolver:
     """Values of one request; every value asked for is remembered with its source."""
 
@@ -398,7 +404,7 @@ class _Resolver:
             global_batch_size=total,
             max_tokens_per_gpu=self.budget(shape, fold, sampling.max_response_len),
             fold_tokens=fold,
-            threads=self.whole("threads", (self.request.host.cores, "cores of this machine")),
+            threads=self.whole("threads", (_threads(self.request.host.cores, shape), "cores / ranks of a side")),
             require_updates=self.switch("require_updates"),
             gradients=self.text("gradients"),
             contract_id=contract.id,

@@ -13,10 +13,12 @@ from rl_engine.engines.train.builtin import TrainEngine, TrainSettings
 from rl_engine.engines.types import SamplingSettings
 from rl_engine.models.checkpoint import load_weights
 from rl_engine.models.config import ModelConfig, UnsupportedModel, read_config
+from rl_engine.models.sharding import LayoutRefused, Sharding
 from rl_engine.models.weights import ModelWeights, WeightMismatch
 from rl_engine.ops import Operators, library
+from rl_engine.parallel import Mesh, join_mesh, single_mesh
 from rl_engine.records.errors import UserError
-from rl_engine.records.types import ThreadSettings
+from rl_engine.records.types import Side, ThreadSettings
 
 
 def use_threads(plan: Plan) -> ThreadSettings:
@@ -48,16 +50,30 @@ def model_config(plan: Plan) -> ModelConfig:
     return config
 
 
-def read_weights(plan: Plan) -> ModelWeights:
-    """The starting weights.
+def join(plan: Plan, side: Side, rank: int, store: str) -> Mesh:
+    """This process' place among the ranks of one side, met at ``store``."""
+    shape = plan.topology
+    if side == "train":
+        return join_mesh(shape.train_tp, shape.train_cp, rank, store)
+    return join_mesh(shape.rollout_tp, shape.rollout_cp, rank, store)
+
+
+def read_weights(plan: Plan, mesh: Mesh | None = None) -> ModelWeights:
+    """The starting weights, or this rank's rows of them.
 
     Raises:
-        UserError: the checkpoint is damaged or incomplete.
+        UserError: the checkpoint is damaged or incomplete, or cannot be cut for so many ranks.
     """
+    tp = mesh.tp if mesh is not None else single_mesh().tp
     try:
-        return load_weights(Path(plan.model_root), model_config(plan))
+        config = model_config(plan)
+        return load_weights(Path(plan.model_root), config, Sharding(config, tp.size, tp.index))
     except WeightMismatch as error:
         raise UserError(str(error), "a complete safetensors checkpoint", "restore it, or prepare it again") from error
+    except LayoutRefused as error:
+        raise UserError(
+            str(error), "a TP size that divides the heads", "choose another --tp or --rollout-tp"
+        ) from error
 
 
 def sampling_settings(plan: Plan, stop_tokens: tuple[int, ...]) -> SamplingSettings:
@@ -65,9 +81,9 @@ def sampling_settings(plan: Plan, stop_tokens: tuple[int, ...]) -> SamplingSetti
     return SamplingSettings(s.temperature, s.top_p, s.top_k, s.max_response_len, s.rollout_seed, stop_tokens)
 
 
-def train_engine(plan: Plan) -> TrainEngine:
-    """The trainer with its weights; a frozen copy beside it when the plan asks for a KL term."""
-    weights = read_weights(plan)
+def train_engine(plan: Plan, mesh: Mesh | None = None) -> TrainEngine:
+    """One trainer rank with its weights; a frozen copy beside it when the plan asks for a KL term."""
+    weights = read_weights(plan, mesh)
     settings = TrainSettings(
         temperature=plan.sampling.temperature,
         lr=plan.optimizer.lr,
@@ -82,11 +98,12 @@ def train_engine(plan: Plan) -> TrainEngine:
         fold_tokens=plan.fold_tokens,
         max_tokens=plan.max_tokens_per_gpu,
     )
-    reference = read_weights(plan) if plan.loss.kl_coef > 0 else None
+    reference = read_weights(plan, mesh) if plan.loss.kl_coef > 0 else None
     operators = Operators(dict(plan.providers.train))
-    return TrainEngine(weights, operators, weights.config.max_positions, settings, reference)
+    return TrainEngine(weights, operators, weights.config.max_positions, settings, reference, mesh=mesh)
 
 
-def rollout_engine(plan: Plan, weights: ModelWeights, name: str) -> RolloutEngine:
+def rollout_engine(plan: Plan, weights: ModelWeights, name: str, mesh: Mesh | None = None) -> RolloutEngine:
+    """One rollout rank."""
     operators = Operators(dict(plan.providers.rollout))
-    return RolloutEngine(weights, operators, weights.config.max_positions, RolloutSettings(), name)
+    return RolloutEngine(weights, operators, weights.config.max_positions, RolloutSettings(), name, mesh=mesh)

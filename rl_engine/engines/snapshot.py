@@ -48,7 +48,8 @@ def rows_of(snapshots: Sequence[WeightSnapshot], name: str, first: int, last: in
 
 
 def _as_tensor(bits: Bits) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(bits).view(np.int16)).view(torch.bfloat16)
+    # Arrays from an object store are read-only, which torch does not know: it gets a copy, a tensor at a time.
+    return torch.from_numpy(np.array(bits, order="C").view(np.int16)).view(torch.bfloat16)
 
 
 def snapshot_digests(snapshots: Sequence[WeightSnapshot]) -> dict[str, str]:

@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError
 
 from rl_engine.config.plan import Plan
 from rl_engine.engines.evidence import route_records
 from rl_engine.engines.types import Request, Sample, UpdateResult, WeightSnapshot
-from rl_engine.numerics.digest import map_digest
+from rl_engine.numerics.contract import Contract
 from rl_engine.records.environment import collect_environment, source_record
+from rl_engine.records.errors import UserError
 from rl_engine.records.types import EnvironmentRecord, RouteRecord, Side, ThreadSettings
 
 Logprobs = list[npt.NDArray[np.float32]]
@@ -26,6 +28,12 @@ class QualificationFailed(RuntimeError):
     """A provider's bits are not its contract's on this machine."""
 
 
+def own_contract(plan: Plan) -> Contract:
+    """The contract that this process' code computes with, for the plan's fold units and compiler."""
+    gemm = "chain256" if plan.contract_id.endswith("-chain256") else "chain"
+    return Contract(gemm=gemm, fold_tokens=plan.fold_tokens)
+
+
 class _Worker(abc.ABC):
     """What both sides share: threads, the start-up proof, progress and evidence.
 
@@ -34,8 +42,8 @@ class _Worker(abc.ABC):
 
     side: Side
 
-    def __init__(self, plan: Plan, name: str) -> None:
-        self.plan, self.name = plan, name
+    def __init__(self, plan: Plan, name: str, rank: int = 0, store: str = "") -> None:
+        self.plan, self.name, self.rank, self.store = plan, name, rank, store
         self._progress = (0, 0)
 
     def pid(self) -> int:
@@ -48,12 +56,18 @@ class _Worker(abc.ABC):
         Raises:
             QualificationFailed: a provider's bits are wrong here.
             UserError: a checkpoint that cannot be used.
+            PeerLost: another rank did not come.
         """
-        from rl_engine.engines.setup import use_threads
+        from rl_engine.engines.setup import join, use_threads
 
         self.threads: ThreadSettings = use_threads(self.plan)
         self.qualification = self._prove() if self.plan.mode == "consistency" else None
-        self._open_engine()
+        self.mesh = join(self.plan, self.side, self.rank, self.store)
+        try:
+            self._open_engine()
+        except SafetensorError as error:
+            found = f"a damaged safetensors file in {self.plan.model_root} ({error})"
+            raise UserError(found, "a complete checkpoint", "restore it, or prepare it again") from error
 
     @abc.abstractmethod
     def _open_engine(self) -> None:
@@ -61,11 +75,9 @@ class _Worker(abc.ABC):
 
     def _prove(self) -> str:
         from rl_engine.engines.setup import model_config
-        from rl_engine.numerics.contract import Contract
         from rl_engine.qualify import prove
 
-        gemm = "chain256" if self.plan.contract_id.endswith("-chain256") else "chain"
-        contract = Contract(gemm=gemm, fold_tokens=self.plan.fold_tokens)
+        contract = own_contract(self.plan)
         sides = [dict(self.plan.providers.train), dict(self.plan.providers.rollout)]
         proof = prove(model_config(self.plan), sides, contract)
         if proof.failed:
@@ -83,18 +95,27 @@ class _Worker(abc.ABC):
         """(done, all) of the call in progress."""
         return self._progress
 
-    def environment(self, phase: Any) -> EnvironmentRecord:
+    def sent(self) -> dict[str, int]:
+        """Bytes that this rank sent to others, by purpose."""
+        return self.mesh.sent()
+
+    def closing_environment(self) -> EnvironmentRecord:
+        """This process at its end, for the evidence."""
+        return self.environment("end")
+
+    def environment(self, phase: Any = "start") -> EnvironmentRecord:
         """This process, for the evidence."""
         import torch
 
+        contract = own_contract(self.plan)
         return collect_environment(
             phase=phase,
             role=self.side,
             engine=self.name,
-            rank=0,
+            rank=self.rank,
             device=f"cpu {torch.backends.cpu.get_cpu_capability()}",
-            contract_id=self.plan.contract_id,
-            contract_digest=self.plan.contract_digest,
+            contract_id=contract.id,
+            contract_digest=contract.digest(),
             qualification_digest=self.qualification,
             threads=self.threads,
             sources=(source_record("rl_kernel", SOURCE_ROOT),),
@@ -107,7 +128,7 @@ class TrainWorker(_Worker):
     def _open_engine(self) -> None:
         from rl_engine.engines.setup import train_engine
 
-        self.engine = train_engine(self.plan)
+        self.engine = train_engine(self.plan, self.mesh)
 
     def score(self, samples: list[Sample]) -> tuple[Logprobs, Logprobs | None, float]:
         """(logprobs, the reference model's or None, seconds)."""
@@ -137,15 +158,16 @@ class RolloutWorker(_Worker):
 
     def _open_engine(self) -> None:
         from rl_engine.engines.setup import read_weights, rollout_engine
-        from rl_engine.engines.snapshot import export_snapshot
+        from rl_engine.engines.snapshot import own_digests
 
-        weights = read_weights(self.plan)
-        self._start = export_snapshot(weights, 0).digests
-        self.engine = rollout_engine(self.plan, weights, self.name)
+        weights = read_weights(self.plan, self.mesh)
+        self._rows = {name: (first, first + len(rows)) for name, (first, rows) in weights.export_rows().items()}
+        self._digests = own_digests(weights)
+        self.engine = rollout_engine(self.plan, weights, self.name, self.mesh)
 
-    def starting_digest(self) -> str:
-        """Digest of the weights that the engine loaded from the checkpoint."""
-        return map_digest(self._start)
+    def held(self) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
+        """(rows of every tensor, their digests) of the weights as they were loaded or arrived."""
+        return self._rows, self._digests
 
     def generate(self, requests: list[Request], step: int, stop_tokens: tuple[int, ...]) -> tuple[list[Sample], float]:
         """(samples in the requests' order, seconds)."""
@@ -156,9 +178,9 @@ class RolloutWorker(_Worker):
         samples = self.engine.generate(requests, step, sampling_settings(self.plan, stop_tokens), self._report)
         return samples, time.perf_counter() - started
 
-    def load_weights(self, snapshot: WeightSnapshot) -> str:
-        """Digest of the weights as they arrived."""
-        return map_digest(self.engine.load_weights(snapshot))
+    def load_weights(self, *snapshots: WeightSnapshot) -> None:
+        """This rank's rows of the trainer ranks' snapshots."""
+        self._digests = self.engine.load_weights(snapshots)
 
     def routes(self) -> list[RouteRecord]:
         return route_records(self.engine.ops.routes(), self.side)

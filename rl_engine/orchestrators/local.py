@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rl_engine.config.codec import plan_digest, plan_to_json
 from rl_engine.config.plan import Plan
@@ -15,8 +16,9 @@ from rl_engine.engines.evidence import sample_batch
 from rl_engine.engines.setup import model_config
 from rl_engine.engines.train.grpo import group_advantages
 from rl_engine.engines.types import Request, Sample, UpdateResult, canonical
-from rl_engine.orchestrators.actors import SOURCE_ROOT, BaselineWorker, RolloutWorker, TrainWorker
-from rl_engine.orchestrators.display import Display, Stopwatch, step_line
+from rl_engine.orchestrators.actors import SOURCE_ROOT, BaselineWorker
+from rl_engine.orchestrators.display import Advance, Display, Stopwatch, step_line
+from rl_engine.orchestrators.fleet import Fleet
 from rl_engine.orchestrators.interrupts import interruptible
 from rl_engine.orchestrators.memory import MemoryWatch
 from rl_engine.orchestrators.ray_head import Head, HeadFailed, ray_head
@@ -29,9 +31,8 @@ from rl_engine.records.types import SampleBatch, SampleRecord, StepRecord, StepS
 from rl_engine.records.writer import RunWriter
 from rl_engine.rewards.math import open_reward, reward_name
 
-POLL_SECONDS = 0.25
+T = TypeVar("T")
 CHECKED_PROMPTS = 4096  # looked at before anything starts; later ones in their step
-WORKERS = ("train", "rollout-0")
 JUDGED = {"correct", "wrong", "empty", "no answer", "too long"}  # reasons that say something about the response
 
 
@@ -50,6 +51,12 @@ class LocalRun:
 
     def __init__(self, plan: Plan, display: Display) -> None:
         self.plan, self.display = plan, display
+        if plan.data.samples_per_prompt < 2:
+            raise UserError(
+                f"--samples-per-prompt {plan.data.samples_per_prompt}",
+                "at least 2: GRPO compares the samples of one prompt",
+                "--samples-per-prompt 8",
+            )
         self.config = model_config(plan)
         self.tokenizer = Tokenizer(Path(plan.model_root))
         self.prompts = open_prompts(plan.data.source, plan.data.path, plan.data.seed)
@@ -57,8 +64,8 @@ class LocalRun:
             self._requests(self.prompts.batch(step, plan.data.prompts_per_step))
         self.started = False
         self.steps: list[StepRecord] = []
-        self.actors: list[Any] = []
-        self.pids: list[int] = []
+        self.fleet: Any = None
+        self.pids: dict[str, int] = {}
 
     # -- the loop
 
@@ -91,24 +98,23 @@ class LocalRun:
             raise
         finally:
             self.reward.close()
-            head.stop(self.actors)
+            if self.fleet is not None:
+                self.fleet.stop()
 
     def _steps(self) -> None:
         for step in range(self.plan.rollouts):
             watch, seconds = Stopwatch(), {}
             prompts = self.prompts.batch(step, self.plan.data.prompts_per_step)
             requests = self._requests(prompts)
-            samples, seconds["rollout"] = self._call(
-                "generating", self.rollout, "generate", requests, step, self.tokenizer.stop_tokens
-            )
+            samples, seconds["rollout"] = self._generate(requests, step)
             samples = canonical(samples)
             watch.lap()
             records = self._judge(step, prompts, samples)
             seconds["reward"] = watch.lap()
-            old, reference, seconds["old_logp"] = self._call("scoring", self.train, "score", samples)
+            old, reference, seconds["old_logp"] = self._train("scoring", "score", samples)
             batch = sample_batch(samples, old, records, self.config.vocabulary)
             advantages = self._advantages(step, records, samples)
-            update: UpdateResult = self._call("training", self.train, "step", samples, advantages, old, reference)
+            update: UpdateResult = self._train("training", "step", samples, advantages, old, reference)
             watch.lap()
             self._sync(step + 1)
             seconds["weight_sync"] = watch.lap()
@@ -121,18 +127,14 @@ class LocalRun:
     def _start(self) -> None:
         self._environment("start")
         with self.display.task(f"{self.plan.mode}: starting engines"):
-            self.train = self.head.start(TrainWorker, self.plan, "train")
-            self.rollout = self.head.start(RolloutWorker, self.plan, "rollout-0")
-            self.actors = [self.train, self.rollout]
-            self.pids = [self._get(actor.pid.remote()) for actor in self.actors]
-            for name, pid in zip(WORKERS, self.pids, strict=True):
-                self.writer.event("worker_started", engine=name, rank=0, pid=pid)
-            for opening in [actor.open.remote() for actor in self.actors]:
-                self._get(opening)
-            for actor in self.actors:
-                self.writer.environment(self._get(actor.environment.remote("start")))
-        self.weights_digest = self.writer.weights(0, self._get(self.train.export.options(num_returns=2).remote()[1]))
-        self._loaded(0, self._get(self.rollout.starting_digest.remote()))
+            self.fleet = Fleet(self.head, self.plan)
+            for member, pid in self._guard(lambda: self.fleet.every("pid")):
+                self.pids[member.name] = pid
+                self.writer.event("worker_started", engine=member.engine, rank=member.rank, pid=pid)
+            self._guard(lambda: self.fleet.every("open"))
+            for _, record in self._guard(lambda: self.fleet.every("environment")):
+                self.writer.environment(record)
+        self._sync(0)
 
     def _requests(self, prompts: list[Prompt]) -> list[Request]:
         """Every sample of a step to draw.
@@ -211,22 +213,35 @@ class LocalRun:
         if empty:
             self._warn("empty_responses", f"step {step + 1}: {empty} responses end at once", step=step, count=empty)
         if not any(advantages):
-            single = self.plan.data.samples_per_prompt == 1
-            why = "a group of one sample has nothing to compare with" if single else "every group has equal rewards"
-            text = f"step {step + 1}: {why}, so all advantages are 0 and no reward is learned"
+            text = f"step {step + 1}: every group has equal rewards, so all advantages are 0 and no reward is learned"
             self._warn("zero_advantages", text, step=step)
         return advantages
 
-    def _sync(self, version: int) -> None:
-        snapshot, digests = self.train.export.options(num_returns=2).remote()
-        with self.display.task(f"{self.plan.mode}: weights"):
-            self.weights_digest = self.writer.weights(version, self._get(digests))
-            self._loaded(version, self._get(self.rollout.load_weights.remote(snapshot)))
+    def _generate(self, requests: list[Request], step: int) -> tuple[list[Sample], float]:
+        stops = self.tokenizer.stop_tokens
+        with self.display.task(f"{self.plan.mode}: generating") as advance:
+            return self._guard(lambda: self.fleet.generate(requests, step, stops, self._shown(advance)))
 
-    def _loaded(self, version: int, digest: str) -> None:
-        self.writer.event("weights_loaded", engine="rollout-0", rank=0, version=version, digest=digest)
-        if digest != self.weights_digest:
-            raise RunFailed(f"rollout-0 holds other weights than version {version} of the trainer")
+    def _train(self, what: str, method: str, *arguments: Any) -> Any:
+        with self.display.task(f"{self.plan.mode}: {what}") as advance:
+            return self._guard(lambda: self.fleet.train(method, *arguments, advance=self._shown(advance)))
+
+    def _shown(self, advance: Advance) -> Advance | None:
+        """Progress is asked for only where it can be seen."""
+        return advance if self.display.console.is_terminal else None
+
+    def _sync(self, version: int) -> None:
+        """The trainer's weights to every rollout rank; the first version is already there, from the checkpoint."""
+        with self.display.task(f"{self.plan.mode}: weights"):
+            snapshots, digests = self._guard(self.fleet.export)
+            digest = self.writer.weights(version, digests)
+            if version:
+                self._guard(lambda: self.fleet.load(snapshots))
+            for member, equal in self._guard(lambda: self.fleet.held(snapshots, digests)):
+                if not equal:
+                    raise RunFailed(f"{member.name} holds other weights than version {version} of the trainer")
+                place = {"engine": member.engine, "rank": member.rank}
+                self.writer.event("weights_loaded", version=version, digest=digest, **place)
 
     def _record(self, step: int, batch: SampleBatch, update: UpdateResult, seconds: dict[str, float]) -> None:
         statistics = logprob_statistics(batch)
@@ -264,9 +279,13 @@ class LocalRun:
         self._say(step_line(self.plan.mode, record, self.plan.rollouts))
 
     def _end(self, memory: MemoryWatch) -> None:
-        for actor, name in zip(self.actors, WORKERS, strict=True):
-            self.writer.routes(name, 0, self._get(actor.routes.remote()))
-            self.writer.environment(self._get(actor.environment.remote("end")))
+        for member, routes in self._guard(lambda: self.fleet.every("routes")):
+            self.writer.routes(member.engine, member.rank, routes)
+        for _, record in self._guard(lambda: self.fleet.every("closing_environment")):
+            self.writer.environment(record)
+        for member, sent in self._guard(lambda: self.fleet.every("sent")):
+            if sent:
+                self.writer.event("bytes_sent", engine=member.engine, rank=member.rank, **sent)
         self._environment("end")
         self.writer.event("memory", peak_pss_bytes=memory.peak)
 
@@ -303,20 +322,11 @@ class LocalRun:
         self.writer.event(kind, **fields)
         self._say(f"{self.plan.mode}: {text}")
 
-    def _call(self, what: str, actor: Any, method: str, *arguments: Any) -> Any:
-        """One method of a worker, with its progress on the screen."""
-        pending = getattr(actor, method).remote(*arguments)
-        with self.display.task(f"{self.plan.mode}: {what}") as advance:
-            while not self.ray.wait([pending], timeout=POLL_SECONDS)[0]:
-                if self.display.console.is_terminal:
-                    advance(*self._get(actor.progress.remote()))
-        return self._get(pending)
-
-    def _get(self, reference: Any) -> Any:
-        """A worker's result; its failure as one of ours."""
+    def _guard(self, call: Callable[[], T]) -> T:
+        """What ``call`` gets from workers; their failure as one of ours."""
         errors = self.ray.exceptions
         try:
-            return self.ray.get(reference)
+            return call()
         except errors.RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else error
             if isinstance(cause, UserError):
@@ -334,12 +344,12 @@ class LocalRun:
 
     def _death(self, error: Any) -> str:
         """Who died; what the worker wrote last goes to the log."""
-        for actor, name, pid in zip(self.actors, WORKERS, self.pids, strict=False):
-            if getattr(error, "actor_id", None) == actor._actor_id.hex():
-                self.writer.log(self.head.last_words(pid) or f"{name} wrote nothing")
-                self.writer.event("worker_died", engine=name, rank=0, pid=pid)
-                side = "rollout engine" if name != "train" else "trainer"
-                return f"{side} {name} (process {pid}) died: killed from outside, by a crash or for want of memory"
+        for member in self.fleet.members:
+            if getattr(error, "actor_id", None) == member.actor._actor_id.hex():
+                pid = self.pids.get(member.name, 0)
+                self.writer.log(self.head.last_words(pid) or f"{member.name} wrote nothing")
+                self.writer.event("worker_died", engine=member.engine, rank=member.rank, pid=pid)
+                return f"{member.name} (process {pid}) died: killed from outside, by a crash or for want of memory"
         return " ".join(str(error).split())[:300]
 
 
@@ -389,7 +399,8 @@ def _baseline(local: LocalRun) -> tuple[int, float]:
     worker = local.head.start(BaselineWorker, local.plan)
     try:
         with local.display.task("transformers: generating, for comparison"):
-            return local._get(worker.measure.remote([list(request.tokens) for request in requests]))
+            tokens = [list(request.tokens) for request in requests]
+            return local._guard(lambda: local.fleet.wait([worker.measure.remote(tokens)])[0])
     finally:
         local.head.stop([worker])
 

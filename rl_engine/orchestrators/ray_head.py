@@ -36,7 +36,7 @@ class Head:
 
     def start(self, worker: type, *arguments: Any) -> Any:
         """An actor of ``worker``; ``progress`` can be asked while another method runs."""
-        return self.ray.remote(num_cpus=1, max_concurrency=2, max_restarts=0)(worker).remote(*arguments)
+        return self.ray.remote(num_cpus=0, max_concurrency=2, max_restarts=0)(worker).remote(*arguments)
 
     def stop(self, actors: list[Any]) -> None:
         """Ends our actors; a dead one is no error."""
@@ -62,7 +62,7 @@ def _environment(threads: int) -> dict[str, str | None]:
         "OMP_NUM_THREADS": str(threads),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_DEDUP_LOGS": "1",
+        "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # we report the first error of several workers; Ray need not print the others
         # One machine: Ray then takes and listens on 127.0.0.1, whatever the host's name or network.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # workers run this interpreter, also under `uv run`

@@ -20,12 +20,12 @@ class Tokenizer:
     """
 
     def __init__(self, model_root: Path) -> None:
-        from transformers import AutoTokenizer
-
         if not any((model_root / name).is_file() for name in _FILES):
             raise UserError(
                 f"no tokenizer in {model_root}", f"one of {', '.join(_FILES)}", "copy it beside the weights"
             )
+        from transformers import AutoTokenizer  # takes seconds
+
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(str(model_root), local_files_only=True)
         except Exception as error:  # the tokenizers package raises plain Exception for a damaged file

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from rl_engine.config.plan import Plan
 from rl_engine.engines.evidence import sample_batch, samples_of
 from rl_engine.engines.setup import train_engine, use_threads
-from rl_engine.engines.snapshot import export_snapshot
+from rl_engine.engines.snapshot import own_digests
 from rl_engine.records.codec import RecordError, decode
 from rl_engine.records.errors import UserError
 from rl_engine.records.reader import RunReader
@@ -37,7 +37,7 @@ def rescore(run_dir: Path, step: int) -> np.ndarray:
     use_threads(plan)
     engine = train_engine(plan)
     recorded = reader.weights_version(0).tensors
-    found = export_snapshot(engine.weights, 0).digests
+    found = own_digests(engine.weights)
     different = sorted(name for name in set(found) | set(recorded) if found.get(name) != recorded.get(name))
     if different:
         raise UserError(
