@@ -164,7 +164,7 @@ class Trained:
 
 def train(weights: ModelWeights, samples: list[Sample], provider: str = "cpu", **settings: Any) -> Trained:
     """Two updates over the same samples, so that in the second the ratio is not 1 and the moments are not empty."""
-    engine = train_engine(weights, provider, reference=weights, kl_coef=0.1, lr=1e-5, **settings)
+    engine = train_engine(weights, provider, reference=weights, kl_coef=0.1, lr=3e-5, **settings)
     old, reference = engine.score(samples), engine.score_reference(samples)
     advantages = [1.0, -1.0, 0.5, -2.0, 1.0, 1.5, -1.0, 0.7, -0.5]
     first = engine.step(samples, advantages, old, reference)
