@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+import numpy.typing as npt
+
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
@@ -97,6 +100,7 @@ class Evidence:
         strength: how far from chance, in standard errors (facts: a large constant).
         fit: share of the gap that the cause explains or how well its form fits, 0 to 1.
         numbers: the measured values behind the sentence.
+        touched: bool [S], the samples that the cause acts on, where it spares others; those are looked at again alone.
     """
 
     cause: str
@@ -104,6 +108,7 @@ class Evidence:
     fit: float
     detail: str
     numbers: dict[str, float | str]
+    touched: npt.NDArray[np.bool_] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.cause not in CAUSES:

@@ -65,25 +65,51 @@ def collect(log: TokenLog) -> tuple[list[Evidence], Frame]:
     frame = build_frame(log)
     if not len(frame):
         return found, frame
-    moved, hit = align.shifted(frame)
+    moved, hit, lags = align.shifted(frame)
+    if lags.any():
+        frame = build_frame(align.realigned(frame.log, lags))
     swapped, other = align.permuted(frame, hit)
     found += moved + swapped
-    frame = _without(frame, hit | other)
+    frame = _without(frame, (hit & (lags == 0)) | other)
     found += grids.stored(frame)
     lost = align.unrelated(frame)
     found += lost
     if lost:
         return found, frame  # no finer statistic means anything when the two columns are unrelated
+    statistics = gap_evidence(frame)
+    found += statistics
+    spared = _spared(statistics)
+    if spared is not None and spared[frame.sample].sum() >= 500 and spared.sum() >= 12:
+        # One cause takes some samples and spares the rest: what else is there shows best in those.
+        known = {evidence.cause for evidence in statistics if _reportable(evidence)}
+        found += [e for e in gap_evidence(_without(frame, ~spared)) if e.cause not in known and _reportable(e)]
+    return found, frame
+
+
+def gap_evidence(frame: Frame) -> list[Evidence]:
+    """What the detectors of forms, places and general shapes say about one frame."""
     if len(frame) < 32 or not np.any(frame.raw_gap):
-        return found, frame
-    straight = distribution.proportional(frame)
-    found += straight
-    if not straight or straight[0].fit < 0.9:  # a plain multiple is no distribution: mass and temperature mean nothing
+        return []
+    found = distribution.proportional(frame)
+    if not found or found[0].fit < 0.9:  # a plain multiple is no distribution: mass and temperature mean nothing
         shape = distribution.measure(frame)
         found += distribution.temperature(frame, shape) + distribution.mass(frame, shape)
     found += distribution.penalty(frame)
-    found += grids.logits(frame) + groups.detect(frame) + positions.detect(frame) + models.detect(frame)
-    return found, frame
+    return found + grids.logits(frame) + groups.detect(frame) + positions.detect(frame) + models.detect(frame)
+
+
+def _reportable(evidence: Evidence) -> bool:
+    strength, fit = thresholds().get(evidence.cause, (5.0, 0.1))
+    return evidence.strength >= strength and evidence.fit >= fit
+
+
+def _spared(found: list[Evidence]) -> Bools | None:
+    """bool [S]: the samples that the clearest cause with a known reach leaves alone; None without one."""
+    clear = [e for e in found if e.touched is not None and _reportable(e) and e.fit > 0.5]
+    if not clear:
+        return None
+    touched = max(clear, key=lambda e: e.strength).touched
+    return None if touched is None else ~touched
 
 
 def _without(frame: Frame, drop: Bools) -> Frame:

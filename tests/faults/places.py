@@ -25,9 +25,10 @@ def _absolute(scene: Scene) -> np.ndarray:
     return np.broadcast_to(spec.prompt + np.arange(spec.response), scene.run.rollout.shape)
 
 
-@fault("rope-dtype", "rope-dtype", (0.0625, 0.125, 0.25, 0.5, 1.0), "share of a bf16 angle error", 3)
+@fault("rope-dtype", "rope-dtype", (0.125, 0.25, 0.5, 1.0, 2.0), "bf16 angle errors", 3)
 def rope_dtype(scene: Scene, severity: float) -> None:
-    """The trainer's rotary angles are rounded to a narrow type; severity 1 is bf16."""
+    """The trainer's rotary angles are rounded to a narrow type; severity 1 is bf16
+    at these short positions; the error doubles with the position."""
 
     def narrow(angle: np.ndarray) -> np.ndarray:
         return angle + np.float32(severity) * (to_bf16(angle) - angle)
@@ -192,12 +193,14 @@ def mask_tool(scene: Scene, severity: float) -> None:
     chosen[0] = True
 
     def hook(log: TokenLog) -> TokenLog:
-        rollout = log.rollout.copy()
+        rollout, train = log.rollout.copy(), log.train.copy()
         for i in np.flatnonzero(chosen):
             start, stop = int(log.offsets[i]) + scene.run.spec.prompt, int(log.offsets[i + 1])
             at = start + (stop - start) // 3
-            rollout[at : min(at + 8, stop - 2)] = 0.0
-        return dataclasses.replace(log, rollout=rollout)
+            part = slice(at, min(at + 8, stop - 2))
+            # Nobody sampled these tokens, so the model finds them less likely than its own.
+            rollout[part], train[part] = 0.0, -3 * np.abs(scene.rng.standard_normal(max(0, part.stop - at)))
+        return dataclasses.replace(log, rollout=rollout, train=train)
 
     scene.log_hooks.append(hook)
 

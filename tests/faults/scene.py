@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from rl_engine.diagnose.log import LogFacts, SampleColumns, TokenLog
 
 from .model import EOS, Decoder, Knobs, Weights, log_softmax, logits
-from .runs import Run, truncate
+from .runs import Run, RunSpec, sample_run, truncate
 
 LogitHook = Callable[[np.ndarray], np.ndarray]
 LogHook = Callable[[TokenLog], TokenLog]
@@ -114,6 +115,13 @@ def score(run: Run, side: Side, seed: int, targets: np.ndarray | None = None) ->
     return np.take_along_axis(lp, y[..., None], axis=-1)[..., 0] * np.float32(side.after)
 
 
+@functools.lru_cache(maxsize=6)
+def reference_logprob(spec: RunSpec) -> np.ndarray:
+    """fp32 [S, T]: the base model's logprobs, with noise of its own."""
+    run = sample_run(spec)
+    return score(run, Side(run.base, Knobs(noise=spec.noise), spec.temperature), spec.seed + 99)
+
+
 def render(scene: Scene) -> TokenLog:
     """Compute the train side and write the log, prompt included, as a stack that logs everything would."""
     run, spec = scene.run, scene.run.spec
@@ -125,8 +133,7 @@ def render(scene: Scene) -> TokenLog:
         train = hook(train)
     reference = None
     if scene.reference:
-        clean = Side(run.base, Knobs(noise=spec.noise), spec.temperature)
-        reference = score(run, clean, seed + 99)
+        reference = reference_logprob(spec)
     total = np.arange(spec.prompt + spec.response)[None, :] < (spec.prompt + run.length)[:, None]
 
     def flat(values: np.ndarray) -> np.ndarray:

@@ -37,7 +37,7 @@ PAIRS = (
     ("stale-weights", "page-edges"),
     ("bad-engine", "mask-prompt"),
     ("repetition-penalty", "nan"),
-    ("raw-top-p", "retokenised"),
+    ("raw-temperature", "retokenised"),
     ("batch-dependence", "mask-eos"),
     ("stale-prefix-cache", "loss-denominator"),
     ("quantised-rollout", "shift"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from rl_engine.diagnose.causes import Evidence
 from rl_engine.diagnose.frame import Array, Frame, Index
-from rl_engine.diagnose.log import Bools
+from rl_engine.diagnose.log import Bools, TokenLog
 
 LAGS = (1, -1, 2, -2, 3, -3)
 FLOOR = -8.0
@@ -50,11 +52,29 @@ def correlation_by_sample(frame: Frame) -> tuple[Array, Index]:
         return top / np.sqrt(frame.per_sample(dx * dx)[0] * frame.per_sample(dy * dy)[0]), count
 
 
-def shifted(frame: Frame) -> tuple[list[Evidence], Bools]:
-    """Samples that fit at another lag, from the start (shift) or from a later token on (re-tokenised)."""
+def realigned(log: TokenLog, lags: Index) -> TokenLog:
+    """The log with the train logprobs of sample i moved ``lags[i]`` places later; tokens without a partner leave the
+    loss."""
+    train, mask = log.train.copy(), log.mask.copy()
+    for i in np.flatnonzero(lags):
+        start, stop, lag = int(log.offsets[i]), int(log.offsets[i + 1]), int(lags[i])
+        source = np.arange(start, stop) - lag
+        inside = (source >= start) & (source < stop)
+        inside[inside] &= log.mask[source[inside]]
+        train[start:stop][inside] = log.train[source[inside]]
+        mask[start:stop] &= inside
+    return dataclasses.replace(log, train=train, mask=mask)
+
+
+def shifted(frame: Frame) -> tuple[list[Evidence], Bools, Index]:
+    """Samples that fit at another lag, from the start (shift) or from a later token on (re-tokenised).
+
+    Returns the evidence, the samples hit, and the lag of those that are shifted as a whole (0 elsewhere).
+    """
     none = np.zeros(frame.log.sample_count, bool)
+    lags = np.zeros(frame.log.sample_count, np.int64)
     if len(frame) < 16:
-        return [], none
+        return [], none, lags
     total, count = frame.per_sample(np.abs(np.maximum(frame.train, FLOOR) - np.maximum(frame.rollout, FLOOR)))
     energy = np.nan_to_num(total) * count
     gains = [_lagged_gain(frame, lag) for lag in LAGS]
@@ -66,7 +86,7 @@ def shifted(frame: Frame) -> tuple[list[Evidence], Bools]:
     # Half of the gap must go away, over at least four tokens and by a size that chance does not reach.
     hit = (gain > 3.0) & (gain > 0.4 * energy) & (tail >= 4) & (gain / tail > 0.1)
     if not hit.any():
-        return [], none
+        return [], none, lags
     out = []
     excess = float(energy.sum())
     for cause, chosen in (("shift", hit & (start <= 2)), ("retokenised", hit & (start > 2))):
@@ -83,7 +103,9 @@ def shifted(frame: Frame) -> tuple[list[Evidence], Bools]:
         )
         numbers: dict[str, float | str] = {"samples": int(chosen.sum()), "lag": lag, "removed": share}
         out.append(Evidence(cause, float(gain[chosen].sum()), 0.5 + 0.47 * min(1.0, inside * 1.2), detail, numbers))
-    return out, hit
+    whole = hit & (start <= 2)
+    lags[whole] = np.array(LAGS)[pick[whole]]
+    return out, hit, lags
 
 
 def permuted(frame: Frame, ignore: Bools) -> tuple[list[Evidence], Bools]:

@@ -69,7 +69,7 @@ def worker(frame: Frame, lev: Levels) -> list[Evidence]:
             name = names[code] if 0 <= code < len(names) else str(code)
             detail = f"{kind} {name}: gaps are {ratio:.2f} times the others' (t {t:.1f}); {share:.0%} of all gap energy"
             numbers: dict[str, float | str] = {kind: name, "ratio": ratio, "t": t, "explained": share}
-            one = Evidence("bad-worker", t, _grade(share, ratio), detail, numbers)
+            one = Evidence("bad-worker", t, _grade(share, ratio), detail, numbers, hit)
             if best is None or one.strength > best.strength:
                 best = one
     return [best] if best is not None and best.strength > 0 else []
@@ -107,7 +107,8 @@ def batch(frame: Frame, lev: Levels) -> list[Evidence]:
         f"exact tokens {low:.0%} below, {high:.0%} above"
     )
     numbers: dict[str, float | str] = {"batch_size": cut, "ratio": ratio, "t": t, "explained": share}
-    return [Evidence("batch-dependence", t, _grade(share, ratio), detail, numbers)]
+    touched = sizes >= cut if above else sizes < cut
+    return [Evidence("batch-dependence", t, _grade(share, ratio), detail, numbers, touched)]
 
 
 def versions(frame: Frame, lev: Levels) -> list[Evidence]:
@@ -128,7 +129,7 @@ def versions(frame: Frame, lev: Levels) -> list[Evidence]:
                     f"samples {cut:g} or more versions old have {ratio:.2f} times the gap (t {t:.1f}); by age {by_age}"
                 )
                 numbers: dict[str, float | str] = {"age": cut, "ratio": ratio, "t": t, "explained": share}
-                out.append(Evidence("stale-weights", t, _grade(share, ratio), detail, numbers))
+                out.append(Evidence("stale-weights", t, _grade(share, ratio), detail, numbers, age >= cut))
     if len(np.unique(version)) > 2:
         found = _best_threshold(version, lev, both_ways=False)
         if found is not None:
@@ -136,7 +137,7 @@ def versions(frame: Frame, lev: Levels) -> list[Evidence]:
             detail = f"from version {cut:g} on gaps are {ratio:.2f} times larger (t {t:.1f}): did the weight sync stop?"
             numbers = {"version": cut, "ratio": ratio, "t": t, "explained": share}
             # One change point among several versions is found by search: it must be clearer than a given age.
-            out.append(Evidence("stale-weights", t * 0.8, _grade(share, ratio), detail, numbers))
+            out.append(Evidence("stale-weights", t * 0.8, _grade(share, ratio), detail, numbers, version >= cut))
     return sorted(out, key=lambda e: -e.strength * e.fit)[:1]
 
 
@@ -159,7 +160,7 @@ def prefix_cache(frame: Frame, lev: Levels) -> list[Evidence]:
         f"mean {_mean_gap(frame, hit):.4f} against {_mean_gap(frame, ~hit):.4f}"
     )
     numbers: dict[str, float | str] = {"ratio": ratio, "t": t, "explained": share}
-    return [Evidence("stale-prefix-cache", t, _grade(share, ratio), detail, numbers)]
+    return [Evidence("stale-prefix-cache", t, _grade(share, ratio), detail, numbers, hit)]
 
 
 def detect(frame: Frame) -> list[Evidence]:

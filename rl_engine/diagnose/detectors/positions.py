@@ -73,6 +73,9 @@ def trend(frame: Frame) -> list[Evidence]:
         if t > best_t:
             best_t, best_edge = t, edge
     by_step = float(np.clip((step - line) / 0.15, 0, 1) * np.clip((step - 0.75) / 0.15, 0, 1))
+    if best_edge:
+        # Behind a real edge the level stays; rotary errors double with every octave and go on growing on both sides.
+        by_step *= float(np.clip(1 - (_trend_inside(frame, size, best_edge) - 2.0) / 2.5, 0, 1))
     detail = (
         f"mean relative gap grows from {early:.2f} at the start to {size[ranks >= 14].mean():.2f} at the end "
         f"(t {slope_t:.1f}; a line explains {line:.0%} of the profile, a step {step:.0%})"
@@ -86,6 +89,16 @@ def trend(frame: Frame) -> list[Evidence]:
         told: dict[str, float | str] = {"position": best_edge, "ratio": ratio, "t": best_t, "explained": share}
         out.append(Evidence("block-edges", best_t, grade * by_step * step, text, told))
     return out
+
+
+def _trend_inside(frame: Frame, size: Array, edge: int) -> float:
+    """Normal score of the growth of size with position that is left inside the two sides of an edge."""
+    moment = np.zeros(len(frame))
+    for part in (frame.position < edge, frame.position >= edge):
+        place = frame.position[part].astype(np.float64)
+        if len(place) > 1 and place.std() > 0:
+            moment[part] = (place - place.mean()) / place.std() * (size[part] - size[part].mean())
+    return clustered_t(frame, moment)
 
 
 def edges(frame: Frame) -> list[Evidence]:
@@ -123,27 +136,39 @@ def edges(frame: Frame) -> list[Evidence]:
 
 
 def after_prompt(frame: Frame) -> list[Evidence]:
-    """Gaps that are largest right behind the prompt, in most samples."""
-    size = np.minimum(frame.size, 12.0)
-    early, late = frame.order < 8, frame.order >= 24
-    if early.sum() < 32 or late.sum() < 32:
-        return []
-    used = early | late
-    centred = np.where(used, size - size[used].mean(), 0.0)
-    larger = clustered_t(frame, np.where(early, centred / early.mean(), np.where(late, -centred / late.mean(), 0.0)))
-    # A different prompt costs likelihood: the early gap is negative as well as large.
-    t = min(larger, -clustered_t(frame, frame.gap, early))
-    ratio = float(size[early].mean() / max(size[late].mean(), 1e-9))
-    gap = float(np.abs(frame.gap[early]).mean())
-    signed = float(frame.gap[early].mean())
-    detail = (
-        f"the first 8 response tokens have {ratio:.2f} times the gap of later ones (t {t:.1f}), mean |gap| {gap:.3f}, "
-        f"mean gap {signed:+.3f}"
-    )
-    numbers: dict[str, float | str] = {"ratio": ratio, "t": t, "gap": gap}
-    cost = float(np.clip(-signed / max(gap, 1e-9) / 0.3, 0, 1))
-    fit = float(np.clip((ratio - 1) / 0.35, 0, 1)) * cost
-    return [Evidence("template-drift", t, fit, detail, numbers)]
+    """Gaps that are largest, and cost most likelihood, right behind the prompt.
+
+    Two windows: the first two tokens, which a differing last prompt token hits hardest, and the first eight.
+    """
+    out = []
+    late = frame.order >= 24
+    for width in (2, 8):
+        early = frame.order < width
+        if early.sum() < 24 or late.sum() < 32:
+            continue
+        size = np.minimum(frame.size, 12.0)
+        t = -_between_t(frame, frame.gap, early, late)
+        gap, cost = float(np.abs(frame.gap[early]).mean()), -float(frame.gap[early].mean())
+        usual = max(-float(frame.gap[late].mean()), 0.15 * gap, 1e-9)
+        ratio = float(size[early].mean() / max(size[late].mean(), 1e-9))
+        detail = (
+            f"the first {width} response tokens have a mean gap of {-cost:+.3f} against {-usual:+.3f} later, and "
+            f"{ratio:.2f} times the relative size (t {t:.1f})"
+        )
+        numbers: dict[str, float | str] = {"tokens": width, "gap": -cost, "later": -usual, "ratio": ratio, "t": t}
+        # The cost must stand out against later tokens, be most of the gap, and the size must not be smaller.
+        fit = float(np.clip((cost / usual - 1.3) / 1.2, 0, 1) * np.clip(cost / max(gap, 1e-9) / 0.3, 0, 1))
+        fit *= float(ratio > 1.0)
+        out.append(Evidence("template-drift", t, fit, detail, numbers))
+    return out
+
+
+def _between_t(frame: Frame, values: Array, early: Mask, late: Mask) -> float:
+    """Normal score of mean(values | early) - mean(values | late), clustered by sample."""
+    a, b = early.mean(), late.mean()
+    centre_early, centre_late = values[early].mean(), values[late].mean()
+    middle = (centre_early + centre_late) / 2
+    return clustered_t(frame, np.where(early, (values - middle) / a, np.where(late, (middle - values) / b, 0.0)))
 
 
 def detect(frame: Frame) -> list[Evidence]:
