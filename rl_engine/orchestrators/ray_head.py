@@ -62,7 +62,7 @@ def _environment(threads: int) -> dict[str, str | None]:
         "OMP_NUM_THREADS": str(threads),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # we report the first error of several workers; Ray need not print the others
+        "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # of several workers' errors we report the first
         # One machine: Ray then takes and listens on 127.0.0.1, whatever the host's name or network.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # workers run this interpreter, also under `uv run`
@@ -138,7 +138,7 @@ def _connect(ray: Any, folder: Path, store_bytes: int) -> None:
     try:
         ray.init(
             address="local",
-            num_cpus=max(os.cpu_count() or 1, 4),
+            num_cpus=1,  # our actors ask for none, and every CPU would start an idle worker
             num_gpus=0,
             include_dashboard=False,
             object_store_memory=store_bytes,
