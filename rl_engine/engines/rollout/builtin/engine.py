@@ -232,7 +232,9 @@ class RolloutEngine:
             ValueError: as :meth:`add`; nothing has been queued then.
         """
         numbers = self._add(jobs)
-        mine, done, others = set(numbers), {}, []
+        mine = set(numbers)
+        done: dict[int, Output] = {}
+        others: list[Output] = []
         try:
             while any(s.number in mine for s in (*self.scheduler.running, *self.scheduler.waiting)):
                 before = len(done)

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
+from rl_engine.records.codec import RecordError, decode
+
 
 class ReplayMismatch(RuntimeError):
     """The engine cannot do what the log says."""
@@ -84,10 +86,6 @@ def _line(entry: Entry) -> str:
     return json.dumps({"entry": type(entry).__name__, **dataclasses.asdict(entry)}) + "\n"
 
 
-def _tuples(value: object) -> object:
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
-
-
 def read_log(path: Path) -> list[Entry]:
     """The entries of :meth:`SchedulerLog.write`.
 
@@ -99,8 +97,8 @@ def read_log(path: Path) -> list[Entry]:
         try:
             body = json.loads(line)
             kind = _KINDS[body.pop("entry")]
-            entries.append(kind(**{name: _tuples(value) for name, value in body.items()}))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            entries.append(decode(kind, body, f"line {number}"))
+        except (ValueError, KeyError, TypeError, AttributeError, RecordError) as error:
             raise ReplayMismatch(f"line {number} of {path.name} is no entry of a scheduler's log") from error
     return entries
 

@@ -105,7 +105,7 @@ class Sequence:
         self.restarted += bool(self.responses)
         del self.tokens[len(self.job.request.tokens) :]
         for values in (self.logprobs, self.raw_logprobs, self.retained, self.versions, self.hashes):
-            values.clear()  # type: ignore[attr-defined]
+            values.clear()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
