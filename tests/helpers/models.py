@@ -84,14 +84,15 @@ def train_settings(**changes: object) -> TrainSettings:
 
 def train_engine(
     weights: ModelWeights,
-    provider: str = "cpu",
+    provider: str | Operators = "cpu",
     positions: int = 256,
     reference: ModelWeights | None = None,
     **settings: object,
 ) -> TrainEngine:
-    """A trainer on a copy of ``weights``."""
+    """A trainer on a copy of ``weights``, with one provider everywhere or with operators of the caller's."""
+    chosen = operators(provider) if isinstance(provider, str) else provider
     frozen = None if reference is None else copy_weights(reference)
-    return TrainEngine(copy_weights(weights), operators(provider), positions, train_settings(**settings), frozen)
+    return TrainEngine(copy_weights(weights), chosen, positions, train_settings(**settings), frozen)
 
 
 def sampling(**changes: object) -> SamplingSettings:
