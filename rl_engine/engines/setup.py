@@ -97,6 +97,7 @@ def train_engine(plan: Plan, mesh: Mesh | None = None) -> TrainEngine:
         clip_high=plan.loss.clip_high,
         fold_tokens=plan.fold_tokens,
         max_tokens=plan.max_tokens_per_gpu,
+        gradients=plan.gradients,
     )
     reference = read_weights(plan, mesh) if plan.loss.kl_coef > 0 else None
     operators = Operators(dict(plan.providers.train))

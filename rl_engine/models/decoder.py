@@ -103,14 +103,24 @@ class Decoder:
         operators: providers to compute with.
         positions: longest sample that will be seen (rows of the rotary table).
         mesh: the ranks that compute together; one by default.
+        local_sums: under CP, gradients are summed per rank and folded once a step (see ``Sharded.fold_gradients``).
     """
 
-    def __init__(self, weights: ModelWeights, operators: Operators, positions: int, mesh: Mesh | None = None) -> None:
+    def __init__(
+        self,
+        weights: ModelWeights,
+        operators: Operators,
+        positions: int,
+        mesh: Mesh | None = None,
+        local_sums: bool = False,
+    ) -> None:
         self.config: ModelConfig = weights.config
         self.weights = weights
         self.ops = operators
         alone = mesh is None or mesh.size == 1
-        self.place = OneRank(operators, weights.sharding) if alone else Sharded(operators, weights.sharding, mesh)
+        self.place = (
+            OneRank(operators, weights.sharding) if alone else Sharded(operators, weights.sharding, mesh, local_sums)
+        )
         self.table = RopeTable.build(self.config.inverse_frequencies(), positions)
         self.layers = [_layer_weights(weights, i, self.config.qk_norm) for i in range(self.config.layers)]
 

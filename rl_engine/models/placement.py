@@ -28,6 +28,9 @@ class OneRank:
         """int64: which of ``rows`` (places in the joined row, ascending) this rank owns."""
         return torch.arange(rows.numel())
 
+    def fold_gradients(self, weight: Weight, rows: tuple[int, int]) -> None:
+        """Nothing to exchange: the gradient is whole."""
+
     def embedding(self, ids: Tensor, weight: Weight, layout: PackedLayout | None) -> Tensor:
         return self.ops.embedding(ids, weight)
 

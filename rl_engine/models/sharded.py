@@ -32,8 +32,10 @@ ROWS_AT_ONCE = 2048  # rows of the head's dW computed from one block of logits
 class Sharded:
     """The operators of one rank of a TP x CP mesh."""
 
-    def __init__(self, ops: Operators, sharding: Sharding, mesh: Mesh) -> None:
+    def __init__(self, ops: Operators, sharding: Sharding, mesh: Mesh, local_sums: bool = False) -> None:
         self.ops, self.sharding, self.mesh = ops, sharding, mesh
+        # Under CP with local sums a rank adds up its own tokens only, over the whole step; see fold_gradients.
+        self.local_sums = local_sums and mesh.cp.size > 1
         self.tp, self.cp = mesh.tp, mesh.cp
         self._contexts: dict[tuple[int, ...], ContextLayout] = {}
 
@@ -112,9 +114,30 @@ class Sharded:
         """Own rows of dW: all tokens of the unit in logical order, one chain."""
         if weight.grad is None:
             return
+        if self.local_sums:
+            if x.shape[0]:
+                self.ops.provider("linear").add_weight_gradient(dy, x, _one_unit(x.shape[0]), weight.grad)
+            return
         rows = self.tokens_for_columns(dy, 1, layout, purpose="dW dY")
         tokens = self.context(layout).gather(self.cp, x, purpose="dW X")
         self.ops.provider("linear").add_weight_gradient(rows, tokens, layout, weight.grad)
+
+    def fold_gradients(self, weight: Weight, rows: tuple[int, int]) -> None:
+        """With local sums: exchanges fp32 sums once a step; each CP rank folds its ``rows``, ranks ascending.
+
+        The same layout gives the same bits; another CP size adds in another order.
+        """
+        if not self.local_sums or weight.grad is None:
+            return
+        slices = bounds(weight.shape[0], self.cp.size)
+        shape = (rows[1] - rows[0], *weight.shape[1:])
+        parts = self.cp.all_to_all(
+            [weight.grad[a:b].contiguous() for a, b in slices], [shape] * self.cp.size, purpose="gradient sums"
+        )
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        weight.grad, weight.grad_rows = total, rows
 
     # -- operators
 
@@ -140,6 +163,11 @@ class Sharded:
     def keep_lookups(self, ids: Tensor, dy: Tensor, weight: Weight, layout: PackedLayout) -> None:
         """Keeps the gradient rows whose table rows this rank's gradient holds, in (sample, position) order."""
         if weight.grad is None:
+            return
+        if self.local_sums:
+            first, last = self.sharding.vocabulary(self.tp.index)
+            own = ((ids >= first) & (ids < last)).nonzero()[:, 0]
+            weight.lookups.append((ids[own] - first, dy[own]))
             return
         context = self.context(layout)
         all_ids = context.gather(self.cp, ids, purpose="embedding gradient")
@@ -288,6 +316,11 @@ class Sharded:
         return logp.finish(self.merge_states(torch.stack(states), zs, tokens))[0]
 
 
+def _one_unit(tokens: int) -> PackedLayout:
+    """All of a rank's tokens as one fold unit."""
+    return PackedLayout((tokens,), (1,))
+
+
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, anchor: Tensor, weight: Weight, layout: PackedLayout, place: Sharded) -> Tensor:
@@ -317,8 +350,11 @@ class _Norm(torch.autograd.Function):
         provider = place.ops.provider(ctx.operator)
         dx, terms = provider.backward(dy.contiguous(), x, weight, ctx.eps, weight.grad is not None)
         if weight.grad is not None:
-            terms = place.tokens_for_columns(as_heads(terms), 2, ctx.layout, purpose="gain terms")
-            sums = provider.unit_sums(terms, ctx.layout)
+            if place.local_sums:
+                sums = provider.unit_sums(as_heads(terms), _one_unit(x.shape[0])) if x.shape[0] else as_heads(terms)
+            else:
+                terms = place.tokens_for_columns(as_heads(terms), 2, ctx.layout, purpose="gain terms")
+                sums = provider.unit_sums(terms, ctx.layout)
             if ctx.operator == "qk_norm":  # heads of every TP rank, folded in canonical order
                 sums = torch.cat(place.tp.all_gather(sums, purpose="gain sums"), dim=1)
             add_gain(sums, weight.grad)
@@ -449,19 +485,24 @@ def _score_input_gradient(ctx: Any, chosen: Tensor, c: Tensor) -> Tensor:
 
 
 def _add_head_gradient(ctx: Any, chosen: Tensor, c: Tensor) -> None:
-    """Own rows of the head's dW over all rows of all CP ranks, unit by unit."""
+    """Own rows of the head's dW over all rows of all CP ranks (with local sums: over own rows), unit by unit."""
     batch, place, state = ctx.batch, ctx.place, ctx.state
     weight, layout, rows = batch.weight, batch.layout, batch.rows
     head, logp = place.ops.provider("lm_head"), place.ops.provider("selected_logp")
-    hidden, coefficients = (place.gather_rows(layout, rows, x) for x in (chosen, c))
-    whole = LogpState(*(place.gather_rows(layout, rows, x) for x in (state.m, state.l, state.w, state.zs_target)))
-    edges = torch.searchsorted(rows, layout.unit_offsets).tolist()
+    if place.local_sums:
+        hidden, coefficients, whole = chosen, c, state
+        targets, mask, edges = batch.targets[ctx.own], ctx.mask, [0, chosen.shape[0]]
+    else:
+        hidden, coefficients = (place.gather_rows(layout, rows, x) for x in (chosen, c))
+        whole = LogpState(*(place.gather_rows(layout, rows, x) for x in (state.m, state.l, state.w, state.zs_target)))
+        targets, mask = batch.targets, batch.mask
+        edges = torch.searchsorted(rows, layout.unit_offsets).tolist()
     offset = place.sharding.vocabulary(place.tp.index)[0]
     start, end = weight.grad_rows
     for first in range(start, end, ROWS_AT_ONCE):
         last = min(first + ROWS_AT_ONCE, end)
         z = head.logits(hidden, weight, (first, last))
-        dz = logp.logits_gradient(z, offset + first, batch.inv_t, batch.mask, batch.targets, whole, coefficients)
+        dz = logp.logits_gradient(z, offset + first, batch.inv_t, mask, targets, whole, coefficients)
         for a, b in itertools.pairwise(edges):
             if b > a:
                 columns = (first - start, last - start)

@@ -90,6 +90,21 @@ class Group:
         pieces = flat_in.split(sizes_in)
         return [piece.clone().view(dtype).view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
+    def send(self, x: Tensor, member: int, *, purpose: str) -> None:
+        """``x`` to group member ``member``, which must call :meth:`receive`."""
+        data = _as_bytes(x)
+        with _naming_peers(self.ranks):
+            dist.send(data, dst=self.ranks[member], group=self._handle)
+        self._count(purpose, data.numel())
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, member: int) -> Tensor:
+        """What group member ``member`` sends, of ``shape`` and ``dtype``."""
+        out = torch.empty(shape, dtype=dtype)
+        data = torch.empty(out.numel() * out.element_size(), dtype=torch.uint8)
+        with _naming_peers(self.ranks):
+            dist.recv(data, src=self.ranks[member], group=self._handle)
+        return data.view(dtype).view(shape)
+
     def barrier(self) -> None:
         """Returns when every member is here."""
         if self.size > 1:

@@ -30,7 +30,11 @@ Progress = Callable[[int, int], None]
 
 @dataclasses.dataclass(frozen=True)
 class TrainSettings:
-    """``max_tokens`` per micro-batch (None: one fold unit each) changes memory and speed, never a bit."""
+    """``max_tokens`` per micro-batch (None: one fold unit each) changes memory and speed, never a bit.
+
+    ``gradients`` is ``invariant`` (bits independent of TP, CP and packing) or ``deterministic`` (same layout and
+    packing, same bits; a micro-batch is one fold unit, and CP ranks exchange sums once a step instead of tokens).
+    """
 
     temperature: float
     lr: float
@@ -45,6 +49,7 @@ class TrainSettings:
     fold_tokens: int
     max_tokens: int | None
     recompute: bool = True
+    gradients: str = "invariant"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,15 +84,15 @@ class TrainEngine:
         assert settings.kl_coef == 0 or reference is not None
         self.weights, self.ops, self.settings = weights, operators, settings
         self.mesh = mesh or single_mesh()
-        self.decoder = Decoder(weights, operators, positions, self.mesh)
+        local = settings.gradients == "deterministic"
+        self.decoder = Decoder(weights, operators, positions, self.mesh, local_sums=local)
         self.reference = Decoder(reference, operators, positions, self.mesh) if reference is not None else None
         self.version = 0
         self.state: dict[str, OptimizerState] = {}
         weights.refresh_input_shards(self.mesh.tp)
         for weight in weights:
-            # Each CP rank computes other rows of every gradient and keeps their optimizer state.
-            rows = bounds(weight.shape[0], self.mesh.cp.size)[self.mesh.cp.index]
-            weight.enable_training(rows)
+            # Each CP rank keeps the optimizer state of other rows of every weight.
+            rows = self._own_rows(weight)
             # Stock operators differentiate through autograd; ours write weight.grad themselves.
             weight.value.requires_grad_(self.mesh.size == 1)
             master = weight.value.detach()[rows[0] : rows[1]].float()
@@ -132,9 +137,7 @@ class TrainEngine:
         started = time.perf_counter()
         loss_tokens = sum(len(s.response_tokens) for s in samples)
         for weight in self.weights:
-            assert weight.grad is not None
-            weight.grad.zero_()
-            weight.lookups.clear()
+            self._open_gradient(weight)
         totals = _Totals()
         batches = self._batches(samples)
         for number, batch in enumerate(batches):
@@ -142,6 +145,8 @@ class TrainEngine:
             if progress is not None:
                 progress(number + 1, len(batches))
         self.decoder.place.finish_embedding(self.weights.embedding)
+        for weight in self.weights:
+            self.decoder.place.fold_gradients(weight, self._own_rows(weight))
         trained = time.perf_counter()
         norm, changed = self._update()
         return UpdateResult(
@@ -175,14 +180,28 @@ class TrainEngine:
         """HF name -> fp32 gradient rows of this rank (all of them on one rank), before clipping."""
         return {name: rows for name, (_, rows) in self.gradient_rows().items()}
 
+    def _own_rows(self, weight: Weight) -> tuple[int, int]:
+        """(first, last + 1) of the rows whose gradient and optimizer state this CP rank keeps."""
+        return bounds(weight.shape[0], self.mesh.cp.size)[self.mesh.cp.index]
+
+    def _open_gradient(self, weight: Weight) -> None:
+        """A zero gradient of own rows, or of all rows where each rank sums its own tokens."""
+        local = self.settings.gradients == "deterministic"
+        rows = (0, weight.shape[0]) if local else self._own_rows(weight)
+        if weight.grad is None or weight.grad_rows != rows:
+            weight.enable_training(rows)
+        assert weight.grad is not None
+        weight.grad.zero_()
+        weight.lookups.clear()
+
     def _batches(self, samples: list[Sample]) -> list[MicroBatch]:
         lengths = [s.length for s in samples]
         units = fold_units(lengths, self.settings.fold_tokens)
         vocabulary = self.weights.config.vocabulary
-        return [
-            build_micro_batch(samples, chosen, vocabulary)
-            for chosen in micro_batches(units, lengths, self.settings.max_tokens)
-        ]
+        cut = micro_batches(units, lengths, self.settings.max_tokens)
+        if self.settings.gradients == "deterministic":
+            cut = [[[index for unit in chosen for index in unit]] for chosen in cut]
+        return [build_micro_batch(samples, chosen, vocabulary) for chosen in cut]
 
     def _logprobs(self, decoder: Decoder, batch: MicroBatch, recompute: bool) -> tuple[Tensor, Tensor]:
         hidden = decoder.hidden_packed(batch.ids, batch.layout, recompute)
