@@ -18,6 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from rl_engine.numerics.contract import Contract
+
 SOURCES = Path(__file__).parent / "csrc"
 COMMON_FLAGS = ("-O3", "-march=native", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-std=gnu11")
 # gemm.c multiplies bf16 values only: their products are exact in fp32, so a fused multiply-add has the same bits.
@@ -26,6 +28,8 @@ CONTRACT_FLAGS = {"gemm.c": "-ffp-contract=fast"}
 I64, F32, PTR, INT, U32 = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32
 SIGNATURES: dict[str, tuple[type, ...]] = {
     "rlk_set_threads": (INT,),
+    "rlk_constants": (PTR,),
+    "rlk_flushed": (),
     "rlk_pack": (I64, I64, PTR, I64, I64, PTR),
     "rlk_gemm": (I64, I64, I64, PTR, I64, I64, PTR, I64, I64, INT, PTR, I64, PTR, I64),
     "rlk_rms_norm": (I64, I64, I64, PTR, I64, PTR, F32, PTR),
@@ -159,10 +163,33 @@ def load() -> ctypes.CDLL:
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes = list(arguments)
-        function.restype = I64 if name == "rlk_attention_tile" else None
+        function.restype = I64 if name in ("rlk_attention_tile", "rlk_flushed") else None
+    _check_constants(library)
     return library
 
 
+def _check_constants(library: ctypes.CDLL) -> None:
+    """What is compiled in must be what the contract says."""
+    contract = Contract()
+    expected = (
+        contract.kv_block,
+        contract.kv_split,
+        contract.logp_tile,
+        contract.fold_axis,
+        contract.gain_block,
+    )
+    compiled = (I64 * len(expected))()
+    library.rlk_constants(compiled)
+    if tuple(compiled) != expected:
+        raise BuildError(f"the C provider was compiled for {tuple(compiled)}, the contract says {expected}")
+
+
 def set_threads(count: int) -> None:
-    """Number of threads of every kernel of this process; the bits do not depend on it."""
+    """Number of threads of every kernel of this process; the bits do not depend on it.
+
+    Raises:
+        BuildError: a thread flushes subnormal numbers to zero, which the contract forbids.
+    """
     load().rlk_set_threads(count)
+    if load().rlk_flushed():
+        raise BuildError("a thread of this process flushes subnormal numbers to zero; unset that mode (FTZ, DAZ)")

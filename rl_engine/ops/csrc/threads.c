@@ -1,6 +1,7 @@
 /* A fork-join pool. Every thread count gives the same bits, since an item is computed whole by one thread. */
 #include "rlk.h"
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 
@@ -102,4 +103,32 @@ void *rlk_scratch(int slot, size_t bytes) {
         capacity[slot] = bytes;
     }
     return memory[slot];
+}
+
+/* The contract's values as they are compiled in, in the order that library.py names them. */
+void rlk_constants(i64 *values) {
+    const i64 compiled[] = {RLK_KV_BLOCK, RLK_KV_SPLIT, RLK_LOGP_TILE, RLK_FOLD_AXIS, RLK_GAIN_BLOCK};
+    memcpy(values, compiled, sizeof compiled);
+}
+
+typedef struct {
+    atomic_int started, flushed;
+} denormals;
+
+static void denormal_body(void *context, i64 item, int thread) {
+    (void)item;
+    (void)thread;
+    denormals *check = context;
+    volatile float smallest = 1.0e-40f;
+    volatile float half = smallest * 0.5f;
+    if (half == 0.0f) atomic_fetch_add(&check->flushed, 1);
+    atomic_fetch_add(&check->started, 1);
+    while (atomic_load(&check->started) < thread_count) sched_yield(); /* one item for every thread */
+}
+
+/* Threads of the pool, the caller included, that flush subnormal numbers to zero: 0 where arithmetic is IEEE. */
+i64 rlk_flushed(void) {
+    denormals check = {0, 0};
+    rlk_parallel(denormal_body, &check, thread_count);
+    return atomic_load(&check.flushed);
 }
