@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
 
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        if argv and argv[0] in FORWARDED and not {"-h", "--help"} & set(argv[1:2]):
+        if argv and argv[0] in FORWARDED:
             return _forward(argv[0], argv[1:])
         args = parse(argv)
         if sys.hexversion < 0x030B0000:
@@ -62,7 +62,9 @@ def _room(module: str, what: str) -> object:
     parent = module.rpartition(".")[0]
     if importlib.util.find_spec(parent) is None or importlib.util.find_spec(module) is None:
         raise UserError(
-            what, "a verb that this version has", "it plans and parses already; see the README for what runs"
+            f"`{what}`, which parses but is not built yet",
+            "a verb that this version runs",
+            "README.md lists them",
         )
     return importlib.import_module(module)
 
@@ -236,7 +238,8 @@ def _forward(verb: str, rest: list[str]) -> int:
 
         if not (REPOSITORY / "benchmarks" / "__main__.py").is_file():
             raise UserError("bench", "a checkout with benchmarks/", "run it from a clone of the repository")
-        return subprocess.call([sys.executable, "-m", "benchmarks", *rest], cwd=REPOSITORY)
+        path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+        return subprocess.call([sys.executable, "-m", "benchmarks", *rest], env={**os.environ, "PYTHONPATH": path})
     modules = {
         "qualify": "rl_engine.qualify.cli",
         "diagnose": "rl_engine.diagnose.cli",

@@ -135,7 +135,7 @@ def _compile(target: Path) -> None:
         os.replace(built, target)
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
     beside = Path(__file__).parent / "_build"
     try:
         beside.mkdir(exist_ok=True)
@@ -156,7 +156,7 @@ def load() -> ctypes.CDLL:
     Raises:
         BuildError: no compiler, or the compiler failed.
     """
-    target = _cache_folder() / f"rlk-{build_key()[:32]}.so"
+    target = cache_folder() / f"rlk-{build_key()[:32]}.so"
     if not target.exists():
         _compile(target)
     library = ctypes.CDLL(str(target))

@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     from rl_engine.numerics.contract import Contract
     from rl_engine.ops import library, uniform
     from rl_engine.qualify.proof import prove
+    from rl_engine.qualify.status import remember
 
     name = arguments.provider or ("cpu" if library.available() else "torch")
     if name not in ("cpu", "torch"):
@@ -50,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(str(error), "a Llama or Qwen3 checkpoint", "check --model-root") from error
     contract = Contract(gemm="chain" if name == "cpu" else "chain256")
     result = prove(config, [uniform(name)], contract)
+    remember(contract.id, result.digest, len(result.failed))
     if arguments.json:
         body = {"contract": contract.id, "digest": result.digest, "seconds": result.seconds}
         print(json.dumps({**body, "cases": [dataclasses.asdict(case) for case in result.cases]}, indent=1))
