@@ -21,19 +21,22 @@ MAX_SHARD_BYTES = 4 << 30
 
 def _files(folder: Path) -> dict[str, Path]:
     """HF tensor name -> file that holds it."""
-    if (folder / INDEX).is_file():
+    if not (folder / INDEX).is_file():
+        if not (folder / SINGLE).is_file():
+            raise WeightMismatch(f"{folder} holds neither {SINGLE} nor {INDEX}")
+        with safe_open(folder / SINGLE, framework="pt") as file:
+            return dict.fromkeys(file.keys(), folder / SINGLE)
+    try:
         index = json.loads((folder / INDEX).read_text())
-        names = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(names, dict):
-            raise WeightMismatch(f"{folder / INDEX} holds no weight_map")
-        for file in names.values():
-            if Path(file).name != file:
-                raise WeightMismatch(f"{folder / INDEX} names {file!r}, expected a file beside it")
-        return {name: folder / file for name, file in names.items()}
-    if not (folder / SINGLE).is_file():
-        raise WeightMismatch(f"{folder} holds neither {SINGLE} nor {INDEX}")
-    with safe_open(folder / SINGLE, framework="pt") as file:
-        return dict.fromkeys(file.keys(), folder / SINGLE)
+    except ValueError as error:
+        raise WeightMismatch(f"{folder / INDEX} is no JSON: {error}") from error
+    names = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise WeightMismatch(f"{folder / INDEX} holds no weight_map of tensor names to files")
+    for file in names.values():
+        if Path(file).name != file:
+            raise WeightMismatch(f"{folder / INDEX} names {file!r}, expected a file beside it")
+    return {name: folder / file for name, file in names.items()}
 
 
 def load_weights(folder: Path, config: ModelConfig | None = None, sharding: Sharding | None = None) -> ModelWeights:
@@ -43,9 +46,9 @@ def load_weights(folder: Path, config: ModelConfig | None = None, sharding: Shar
         WeightMismatch: a tensor is missing or of another shape, or a file is damaged.
     """
     config = config or read_config(folder)
-    files = _files(folder)
     handles = {}
     try:
+        files = _files(folder)
         for path in sorted(set(files.values())):
             handles[path] = safe_open(path, framework="pt")
 

@@ -12,7 +12,11 @@
 static pthread_mutex_t call_lock = PTHREAD_MUTEX_INITIALIZER; /* one parallel call at a time */
 static pthread_mutex_t wake_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
-static atomic_int generation, pending;
+/* Number of the call, shifted, and the threads that take part: one word, so that a thread that wakes late knows
+ * whether the call it sees is its own. */
+static _Atomic uint64_t call_word;
+#define CALL_THREADS(WORD) ((int)((WORD) & 0xffffu))
+static atomic_int pending;
 static _Atomic i64 next_item;
 static rlk_body current_body;
 static void *current_context;
@@ -33,17 +37,24 @@ static void pause_briefly(void) {
 #endif
 }
 
+typedef struct {
+    int thread;
+    uint64_t seen; /* the last call before the thread was made */
+} birth;
+
 static void *worker(void *argument) {
-    int thread = (int)(intptr_t)argument, seen = 0;
+    int thread = ((birth *)argument)->thread;
+    uint64_t seen = ((birth *)argument)->seen;
+    free(argument);
     for (;;) {
-        for (int i = 0; i < SPIN_ROUNDS && atomic_load(&generation) == seen; i++) pause_briefly();
-        if (atomic_load(&generation) == seen) {
+        for (int i = 0; i < SPIN_ROUNDS && atomic_load(&call_word) == seen; i++) pause_briefly();
+        if (atomic_load(&call_word) == seen) {
             pthread_mutex_lock(&wake_lock);
-            while (atomic_load(&generation) == seen) pthread_cond_wait(&wake, &wake_lock);
+            while (atomic_load(&call_word) == seen) pthread_cond_wait(&wake, &wake_lock);
             pthread_mutex_unlock(&wake_lock);
         }
-        seen = atomic_load(&generation);
-        if (thread < thread_count) {
+        seen = atomic_load(&call_word);
+        if (thread < CALL_THREADS(seen)) {
             drain(thread);
             atomic_fetch_sub(&pending, 1);
         }
@@ -58,11 +69,17 @@ void rlk_set_threads(int count) {
     for (; started < count; started++) {
         pthread_t handle;
         pthread_attr_t attributes;
+        birth *argument = malloc(sizeof *argument);
+        if (!argument) break;
+        *argument = (birth){started, atomic_load(&call_word)};
         pthread_attr_init(&attributes);
         pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-        int failed = pthread_create(&handle, &attributes, worker, (void *)(intptr_t)started);
+        int failed = pthread_create(&handle, &attributes, worker, argument);
         pthread_attr_destroy(&attributes);
-        if (failed) break;
+        if (failed) {
+            free(argument);
+            break;
+        }
     }
     thread_count = count < started ? count : started;
     pthread_mutex_unlock(&call_lock);
@@ -84,7 +101,8 @@ void rlk_parallel(rlk_body body, void *context, i64 items) {
     atomic_store(&next_item, 0);
     atomic_store(&pending, thread_count - 1);
     pthread_mutex_lock(&wake_lock);
-    atomic_fetch_add(&generation, 1);
+    uint64_t call = (atomic_load(&call_word) >> 16) + 1;
+    atomic_store(&call_word, call << 16 | (uint64_t)thread_count);
     pthread_cond_broadcast(&wake);
     pthread_mutex_unlock(&wake_lock);
     drain(0);
