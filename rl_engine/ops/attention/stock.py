@@ -81,7 +81,9 @@ class DenseCache:
 
     def batch(self, handles: list[int], starts: list[int], counts: list[int]) -> DenseBatch:
         """The pass that appends ``counts`` tokens at ``starts`` to each sample."""
-        self.reserve(len(self.handles), max(start + count for start, count in zip(starts, counts, strict=True)))
+        length, have = max(start + count for start, count in zip(starts, counts, strict=True)), self.k[0].shape[2]
+        if length > have:
+            self.reserve(len(self.handles), max(length, have + have // 2))
         rows = [self._rows[handle] for handle in handles]
         single = [i for i, (start, count) in enumerate(zip(starts, counts, strict=True)) if count == 1 and start]
         positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])

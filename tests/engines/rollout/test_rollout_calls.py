@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rl_engine.engines.rollout.builtin import memory
 from rl_engine.engines.rollout.builtin.engine import InFlight, Job, Output, RolloutEngine, RolloutSettings, fan_out
 from rl_engine.engines.rollout.builtin.log import Pass, ReplayMismatch, SchedulerLog, passes, read_log
 from rl_engine.engines.snapshot import export_snapshot
@@ -304,3 +305,22 @@ def test_native_mode_runs_without_sharing_and_preemption() -> None:
         length = min(len(a.sample.logprobs), len(b.sample.logprobs), 1)
         close = np.abs(a.sample.logprobs[:length] - b.sample.logprobs[:length])
         assert close.max() < 0.1, "bf16 noise at most in the first token's logprob"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "sdpa"])
+def test_a_cache_of_no_fixed_size_grows_on_the_way(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is preempted, nothing is lost when the tensors move, and the bits stay."""
+    expected = make_engine(kind, page=8, max_batch=3).run(list(mixed_jobs()))
+    monkeypatch.setattr(memory, "EXPECTED", 0)
+    engine = make_engine(kind, page=8, max_batch=3)
+    engine.add(mixed_jobs()[5])
+    before = engine.memory.cache.k[0].shape
+    outputs = engine.run(list(mixed_jobs()))
+    assert engine.memory.cache.k[0].shape != before
+    engine.memory.check()
+    assert engine.statistics.preemptions == 0
+    for a, b in zip(outputs, expected, strict=True):
+        if kind == "cpu":
+            assert_same(a, b, "grown")
+        else:
+            assert a.sample.prompt == b.sample.prompt and len(a.sample.response_tokens) > 0

@@ -161,9 +161,8 @@ class RolloutEngine:
         for job in jobs:
             self._check(job)
         queued = [s.job for s in (*self.scheduler.running, *self.scheduler.waiting)]
-        lengths = [job.cached_tokens for job in (*queued, *jobs)]
-        if lengths:
-            self.memory.plan_for(lengths, self.settings.max_batch)
+        if jobs:
+            self.memory.plan_for([*queued, *jobs], self.settings.max_batch)
         numbers = []
         for job in jobs:
             number, self._arrivals = self._arrivals, self._arrivals + 1

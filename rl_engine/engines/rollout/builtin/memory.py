@@ -6,9 +6,11 @@ from collections.abc import Sequence as Items
 from typing import Any, Protocol
 
 from rl_engine.engines.rollout.builtin.pool import PagePool
-from rl_engine.engines.rollout.builtin.sequence import Sequence
+from rl_engine.engines.rollout.builtin.sequence import Job, Sequence
 from rl_engine.ops.attention.paged import PagedBatch, PagedCache
 from rl_engine.ops.attention.stock import DenseBatch, DenseCache
+
+EXPECTED = 256  # response tokens that a cache of no fixed size has room for before it grows
 
 Work = Items[tuple[Sequence, int]]  # (sample, tokens to append), a pass
 
@@ -27,8 +29,8 @@ class Memory(Protocol):
     def limit(self) -> int | None:
         """Tokens of the longest sample that fits alone, or None."""
 
-    def plan_for(self, tokens: list[int], rows: int) -> None:
-        """Prepares for samples of these lengths, at most ``rows`` at a time."""
+    def plan_for(self, jobs: Items[Job], rows: int) -> None:
+        """Prepares for these samples, at most ``rows`` at a time."""
 
     def join(self, sequence: Sequence) -> None: ...
 
@@ -59,6 +61,8 @@ class PagedMemory:
 
     A page is shared from the moment a pass that fills it is certain: attention stores all keys of a pass before it
     reads any, so samples of one prompt that start together compute their common pages once.
+
+    A pool that ``grows`` takes more memory where one of fixed size has none left.
     """
 
     def __init__(self, cache: PagedCache, grows: bool, share: bool) -> None:
@@ -74,6 +78,8 @@ class PagedMemory:
         return self.pool.available
 
     def missing(self, sequence: Sequence) -> int:
+        if self.grows:
+            return 0
         pages = self.needed(len(sequence.tokens))
         block = 0
         while self.sharing and (block + 1) * self.page < len(sequence.tokens):
@@ -87,9 +93,13 @@ class PagedMemory:
     def limit(self) -> int | None:
         return None if self.grows else self.pool.pages * self.page
 
-    def plan_for(self, tokens: list[int], rows: int) -> None:
-        pages = sum(sorted(map(self.needed, tokens), reverse=True)[:rows])
-        if self.grows and pages > self.pool.pages:
+    def plan_for(self, jobs: Items[Job], rows: int) -> None:
+        if self.grows:
+            first = [min(job.cached_tokens, len(job.request.tokens) + EXPECTED) for job in jobs]
+            self._grow(sum(sorted(map(self.needed, first), reverse=True)[:rows]))
+
+    def _grow(self, pages: int) -> None:
+        if pages > self.pool.pages:
             self.cache.grow(pages)
             self.pool.grow(pages)
 
@@ -115,7 +125,9 @@ class PagedMemory:
         table = self.tables[sequence.number]
         wanted = self.needed(sequence.computed + count) - len(table)
         if wanted > self.pool.available:
-            return False
+            if not self.grows:
+                return False
+            self._grow(self.pool.pages + max(wanted, self.pool.pages // 2))
         for _ in range(wanted):
             page = self.pool.take()
             assert page is not None
@@ -157,8 +169,9 @@ class DenseMemory:
     def limit(self) -> int | None:
         return None
 
-    def plan_for(self, tokens: list[int], rows: int) -> None:
-        self.cache.reserve(min(rows, len(tokens)), max(tokens))
+    def plan_for(self, jobs: Items[Job], rows: int) -> None:
+        first = [min(job.cached_tokens, len(job.request.tokens) + EXPECTED) for job in jobs]
+        self.cache.reserve(min(rows, len(jobs)), max(first))
 
     def join(self, sequence: Sequence) -> None:
         self.handles[sequence.number] = self.cache.join()

@@ -21,7 +21,7 @@ class RolloutSettings:
         chunk: prefill tokens of one sample in a pass.
         page: tokens of a KV page.
         budget: tokens of a pass, prefill and decode together; at least ``max_batch``.
-        pages: size of the KV pool; None sizes it by the samples asked for, so that none is ever preempted.
+        pages: size of the KV pool; None lets it grow with the samples in flight, so that none is ever preempted.
         share_prefixes: samples with the same beginning share its full pages.
         log_entries: entries that the scheduler's log keeps.
     """
