@@ -39,7 +39,9 @@ class Display:
             yield lambda done, total: None
             return
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self.console, transient=True) as progress:
+        with Progress(
+            *columns, console=self.console, transient=True, redirect_stdout=False, redirect_stderr=False
+        ) as progress:
             task = progress.add_task(text, total=None)
             yield lambda done, total: progress.update(task, completed=done, total=total or None)
 

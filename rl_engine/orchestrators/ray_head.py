@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import secrets
 import shutil
@@ -31,8 +32,8 @@ class HeadFailed(RuntimeError):
 class Head:
     """A running head: the ``ray`` module, and what is needed to start and end actors and to read their last words."""
 
-    def __init__(self, ray: Any, folder: Path) -> None:
-        self.ray, self.folder = ray, folder
+    def __init__(self, ray: Any, folder: Path, said: io.StringIO) -> None:
+        self.ray, self.folder, self._said = ray, folder, said
 
     def start(self, worker: type, *arguments: Any) -> Any:
         """An actor of ``worker``; ``progress`` can be asked while another method runs."""
@@ -45,8 +46,8 @@ class Head:
                 self.ray.kill(actor, no_restart=True)
 
     def last_words(self, pid: int) -> str:
-        """The end of what the worker process ``pid`` wrote to stdout and stderr; empty when it wrote nothing."""
-        parts = []
+        """What Ray said so far, and the end of what the worker process ``pid`` wrote; empty when there is nothing."""
+        parts = [self._said.getvalue().strip()]
         for path in sorted((self.folder / "session_latest" / "logs").glob(f"worker-*-{pid}.*")):
             with contextlib.suppress(OSError):
                 parts.append(path.read_bytes()[-LOG_TAIL_BYTES:].decode("utf-8", "replace").strip())
@@ -123,12 +124,14 @@ def ray_head(threads: int, model_bytes: int) -> Iterator[Head]:
         UserError: no place for its sockets.
     """
     folder = _make_folder()
-    with _variables(_environment(threads)):
+    # Ray prints what it notices to stdout, which is for the run's data.
+    said = io.StringIO()
+    with _variables(_environment(threads)), contextlib.redirect_stdout(said):
         import ray
 
         try:
             _connect(ray, folder, max(OBJECT_STORE_BYTES, 2 * model_bytes + (256 << 20)))
-            yield Head(ray, folder)
+            yield Head(ray, folder, said)
         finally:
             _end(ray, folder)
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -46,8 +47,14 @@ def byte_tokenizer(folder: Path) -> int:
 
 
 def save_model(folder: Path, **changes: object) -> Path:
-    """A random two-layer Qwen3, wide enough (576) that stock operators round differently on the two sides."""
-    from rl_engine.models.checkpoint import save_checkpoint
+    """A random two-layer Qwen3, wide enough (576) that stock operators round differently on the two sides.
+
+    It likes to say ``5``, blanks and the end, so that the prompts of :func:`profile` earn rewards now and then.
+    """
+    import torch
+    from tokenizers import pre_tokenizers
+
+    from rl_engine.models.checkpoint import load_weights, save_checkpoint, save_tensors
     from rl_engine.models.weights import random_weights
     from tests.helpers.models import qwen3
 
@@ -56,11 +63,22 @@ def save_model(folder: Path, **changes: object) -> Path:
     shape = {"layers": 2, "hidden": 576, "intermediate": 500, "heads": 9, "kv_heads": 3, "max_positions": 2048}
     shape |= {"vocabulary": size + 5, **changes}
     save_checkpoint(folder, random_weights(qwen3(**shape), seed=11))
+    tensors = {name: tensor.clone() for name, tensor in load_weights(folder).export().items()}
+    # A direction that every token's embedding shares survives to the head, whose liked rows answer to it.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    liked = [alphabet.index("5"), alphabet.index("\u0120"), size - 1]
+    tensors["model.embed_tokens.weight"][:, 0] += 40.0
+    tensors["lm_head.weight"] *= 0.4
+    tensors["lm_head.weight"][:, 0] = 0.0
+    tensors["lm_head.weight"][liked, 0] = torch.tensor([0.32, 0.32, 0.26], dtype=torch.bfloat16)
+    save_tensors(folder, tensors)
     return folder
 
 
 def profile(folder: Path, **defaults: object) -> Path:
-    """A profile of the built-in stack on a CPU: two updates of 2 x 8 short samples on arithmetic."""
+    """A profile of the built-in stack on a CPU: two updates of 3 x 8 short samples on sums whose result is 5."""
+    rows = [{"question": f"What is {n + 5} - {n}?", "answer": "5"} for n in range(40)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     body = {
         "schema_version": "rlkernel.repro.profile.v1",
         "name": "small",
@@ -69,20 +87,20 @@ def profile(folder: Path, **defaults: object) -> Path:
         "defaults": {
             "mode": "consistency",
             "rollouts": 2,
-            "rollout_batch_size": 2,
+            "rollout_batch_size": 3,
             "samples_per_prompt": 8,
             "max_response_len": 20,
-            "lr": 1e-4,
+            "lr": 3e-4,
             "threads": 1,
-            "seed": 25,  # rewards in the first step
             "tp_size": 1,
             "cp_size": 1,
             "rollout_tp_size": 1,
             "rollout_cp_size": 1,
             "fold_tokens": 256,
-            "data_source": "arithmetic",
+            "data_source": "jsonl",
             **defaults,
         },
+        "paths": {"prompt_data": "sums.jsonl"},
     }
     path = folder / "profile.json"
     path.write_text(json.dumps(body))
@@ -91,7 +109,7 @@ def profile(folder: Path, **defaults: object) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """What a command left: exit code, data, talk, and processes that outlived it."""
+    """What a command left: exit code, data, talk, and processes and temporary files that outlived it."""
 
     code: int
     out: str
@@ -102,15 +120,14 @@ class Done:
 class Command:
     """One command line in a child process. Everything it starts inherits a mark by which it is found."""
 
-    def __init__(
-        self, sources: Path, arguments: list[str], cwd: Path, env: Mapping[str, str], prefix: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, sources: Path, arguments: list[str], cwd: Path, env: Mapping[str, str]) -> None:
         self.mark = uuid.uuid4().hex
+        # Ray's folder is made here: pytest's own folders have names too long for a socket.
+        self.temporary = Path(tempfile.mkdtemp(prefix="rlk-", dir="/tmp"))
         clean = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
-        clean |= {"PYTHONPATH": str(sources), "RLK_TEST_MARK": self.mark, **env}
-        module = prefix or ("-m", "rl_engine.entrypoints.repro")
+        clean |= {"PYTHONPATH": str(sources), "RLK_TEST_MARK": self.mark, "TMPDIR": str(self.temporary), **env}
         self.child = subprocess.Popen(
-            [sys.executable, *module, *arguments],
+            [sys.executable, "-m", "rl_engine.entrypoints.repro", *arguments],
             cwd=cwd,
             env=clean,
             stdin=subprocess.DEVNULL,
@@ -145,8 +162,9 @@ class Command:
             assert time.monotonic() < end, f"nothing happened within {seconds} s"
             time.sleep(0.1)
 
-    def signal(self, number: int = signal.SIGINT) -> None:
-        self.child.send_signal(number)
+    def press_control_c(self) -> None:
+        """What a terminal does: every process of the foreground group gets the signal."""
+        os.killpg(self.child.pid, signal.SIGINT)
 
     def finish(self, seconds: float = 600.0) -> Done:
         """Waits for the end, then up to ten seconds for whatever the command started."""
@@ -158,7 +176,8 @@ class Command:
         end = time.monotonic() + 10.0
         while self.processes() and time.monotonic() < end:
             time.sleep(0.2)
-        strays = self._kill()
+        strays = (*self._kill(), *(path.name for path in self.temporary.glob("rlk-*")))
+        shutil.rmtree(self.temporary)
         return Done(self.child.returncode, out, err, strays)
 
     def _kill(self) -> tuple[str, ...]:

@@ -1,0 +1,115 @@
+"""The main job on a small model: one paired run, looked at from every side, and a rescore that sees a changed bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from rl_engine.records.pair import read_pair
+from rl_engine.records.reader import RunReader
+from rl_engine.records.statistics import logprob_statistics
+from tests.e2e.harness import Cli, Done, profile
+
+
+@pytest.fixture(scope="module")
+def pair_cli(sources: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Cli:
+    folder = tmp_path_factory.mktemp("pair")
+    return Cli(sources, folder, ["--profile", str(profile(folder)), "--model-root", str(model)])
+
+
+@pytest.fixture(scope="module")
+def done(pair_cli: Cli) -> Done:
+    return pair_cli("run", "--mode", "paired", "--run-id", "p", "--require-updates", "--require-control")
+
+
+def test_pair_ends_well_and_leaves_nothing_behind(done: Done, pair_cli: Cli) -> None:
+    assert done.code == 0, done.err
+    assert done.strays == ()
+    # Data on stdout, and nothing else.
+    assert done.out == "".join(f"run_dir: {pair_cli.run_dir(name)}\n" for name in ("p-native", "p-consistency"))
+    assert "exactly on-policy" in done.err and "the control holds" in done.err
+    assert "Traceback" not in done.err
+    assert max(map(len, _table(done.err))) <= 80
+
+
+def _table(text: str) -> list[str]:
+    lines = text.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("mode "))
+    return lines[start : start + 4]
+
+
+def test_native_differs_and_consistency_does_not(done: Done, pair_cli: Cli) -> None:
+    totals = {}
+    for mode in ("native", "consistency"):
+        reader = RunReader(pair_cli.run_dir(f"p-{mode}"))
+        found = [logprob_statistics(reader.samples(step)) for step in reader.sample_steps()]
+        totals[mode] = (sum(f.mismatches for f in found), sum(f.tokens_compared for f in found))
+        assert [step.mismatches for step in reader.steps()] == [f.mismatches for f in found]
+    assert totals["consistency"][0] == 0
+    assert totals["native"][0] >= 0.05 * totals["native"][1]
+    assert min(tokens for _, tokens in totals.values()) >= 500
+
+
+def test_pair_file_says_what_the_runs_hold(done: Done, pair_cli: Cli) -> None:
+    pair = read_pair(pair_cli.run_dir("p-pair.json"))
+    assert pair.exact and pair.control and pair.same_start
+    assert (pair.native.steps, pair.consistency.steps) == (2, 2)
+    assert pair.consistency.mismatches == 0 < pair.native.mismatches
+
+
+def test_both_runs_start_from_the_checkpoint_and_move(done: Done, pair_cli: Cli) -> None:
+    first = {}
+    for mode in ("native", "consistency"):
+        reader = RunReader(pair_cli.run_dir(f"p-{mode}"))
+        weights = reader.weights()
+        first[mode] = weights[0]
+        assert len({record.digest for record in weights.values()}) == 3
+        updates = [event.fields for event in reader.events() if event.kind == "update"]
+        assert [int(u["changed_elements"]) > 0.5 * int(u["elements"]) for u in updates] == [True, True]
+        assert reader.samples(0).samples[0].weight_version == 0
+    assert first["native"] == first["consistency"]
+
+
+def test_prompts_and_first_noise_are_the_same_in_both_runs(done: Done, pair_cli: Cli) -> None:
+    batches = [RunReader(pair_cli.run_dir(f"p-{mode}")).samples(0) for mode in ("native", "consistency")]
+    prompts = [batch.tokens[batch.loss_mask == 0].tolist() for batch in batches]
+    assert prompts[0] == prompts[1]
+
+
+def test_evidence_is_complete(done: Done, pair_cli: Cli) -> None:
+    for mode in ("native", "consistency"):
+        reader = RunReader(pair_cli.run_dir(f"p-{mode}"))
+        assert [state.name for state in reader.states()] == ["planned", "running", "finished", "valid"]
+        assert [finding.status for finding in reader.validations()[0].findings if finding.status == "FAIL"] == []
+        assert len(reader.environments()) == 6
+        kinds = [event.kind for event in reader.events()]
+        assert kinds.count("worker_started") == 2 and kinds.count("weights_loaded") == 3
+        memory = next(event for event in reader.events() if event.kind == "memory")
+        assert 0 < int(memory.fields["peak_pss_bytes"]) < 6e9
+        assert f"{mode:11} step 2/2" in reader.log_tail()
+
+
+def test_rescore_in_a_fresh_process_gives_the_recorded_bits(done: Done, pair_cli: Cli) -> None:
+    again = pair_cli("validate", "--rescore", str(pair_cli.run_dir("p-consistency")))
+    assert again.code == 0, again.out + again.err
+    assert "[PASS] rescore" in again.out
+
+
+def test_rescore_sees_a_bit_that_was_flipped_on_both_sides(done: Done, pair_cli: Cli) -> None:
+    """The two recorded sides still agree, so only the fresh computation can tell."""
+    copy = pair_cli.folder / "flipped"
+    shutil.copytree(pair_cli.run_dir("p-consistency"), copy)
+    path = copy / "samples" / "step-00000.safetensors"
+    tensors = load_file(path)
+    place = int(tensors["loss_mask"].nonzero()[0][3])
+    for side in ("rollout_logprob", "train_logprob"):
+        tensors[side].view("int32")[place] ^= 1
+    save_file(tensors, path)
+    again = pair_cli("validate", "--rescore", str(copy), "--json")
+    assert again.code == 1
+    found = {finding["name"]: finding["status"] for finding in json.loads(again.out)["findings"]}
+    assert found["rescore"] == "FAIL"
