@@ -1,0 +1,118 @@
+"""What must not give one rank's bits: the usual ways to be parallel, each put into one place of the exact code.
+
+A control computes the same values with the same kernels and exchanges them the usual way. On one rank it must still be
+exact, so that a difference on two comes from the exchange alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_engine.engines.train.builtin import TrainEngine
+from rl_engine.engines.types import Request, Sample
+from rl_engine.models.checkpoint import load_weights
+from rl_engine.models.placement import OneRank
+from rl_engine.models.sharded import Sharded
+from rl_engine.ops import Operators, uniform
+from rl_engine.ops.layout import PackedLayout
+from rl_engine.ops.sample import DrawKey
+from rl_engine.ops.weight import Weight
+from rl_engine.parallel import Group, Mesh, single_mesh
+from tests.helpers.models import rollout_engine
+from tests.helpers.ranks import Rank
+from tests.parallel.scene import Judge, Layout, Scene, advantages, bits, make_trainer, tensors_of
+
+
+def add_across(group: Group, x: Tensor) -> Tensor:
+    """The sum over ranks as a library adds it."""
+    if group.size > 1:
+        dist.all_reduce(x, group=group._handle)
+    return x
+
+
+class RowParallel(Sharded):
+    """o_proj and down_proj cut along K: every rank multiplies its own inputs, fp32 partial sums are all-reduced."""
+
+    def _project_back(self, x: Tensor, weight: Weight, stream: Tensor) -> tuple[Tensor, Tensor]:
+        _, whole = super()._project_back(x, weight, stream)
+        columns = weight.input_shard or weight  # all rows of own input columns
+        partial = self.ops.provider("lm_head").logits(x, columns)  # the same chain, not rounded
+        return (stream.float() + add_across(self.tp, partial)).bfloat16(), whole
+
+
+class SummedWeightGradient(Sharded):
+    """dW over each CP rank's own tokens, all-reduced."""
+
+    def add_weight_gradient(self, dy: Tensor, x: Tensor, weight: Weight, layout: PackedLayout) -> None:
+        if weight.grad is None:
+            return
+        own = torch.bucketize(self.own_tokens(layout), layout.unit_offsets, right=True).bincount()
+        counts = [n for n in own.tolist() if n]  # own tokens of each unit, as if each were one sample
+        units = PackedLayout(tuple(counts), (1,) * len(counts))
+        local = torch.zeros(weight.shape, dtype=torch.float32)
+        self.ops.provider("linear").add_weight_gradient(dy, x, units, local)
+        first, last = weight.grad_rows
+        weight.grad.add_(add_across(self.cp, local)[first:last])
+
+
+class SlotNoise(OneRank):
+    """Noise keyed by the row of the batch instead of the sample's identity."""
+
+    def draw(
+        self, hidden: Tensor, weight: Weight, temperature: float, top_k: int, top_p: float, keys: list[DrawKey]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        keys = [dataclasses.replace(key, prompt=0, sample=row) for row, key in enumerate(keys)]
+        return super().draw(hidden, weight, temperature, top_k, top_p, keys)
+
+
+def update_once(trainer: TrainEngine, samples: list[Sample], judge: Judge) -> dict[str, Any]:
+    scores = trainer.score(samples)
+    result = trainer.step(samples, advantages(samples), scores)
+    judge.see(0, {"gradient": tensors_of(trainer)["gradient"]})
+    return {"logprobs": bits(scores), "norm": result.grad_norm.hex(), "faults": judge.faults}
+
+
+def place_of(trainer: TrainEngine, place: type[Sharded], mesh: Mesh) -> None:
+    trainer.decoder.place = place(trainer.ops, trainer.weights.sharding, mesh)
+
+
+def train_controls(rank: Rank, scene: Scene, samples: list[Sample]) -> dict[str, Any]:
+    """Scores and gradients of every control on both ranks, against one exact rank; run on two ranks."""
+    rank.join()
+    meshes = {"tp2": rank.mesh(2, 1), "cp2": rank.mesh(1, 2)}
+    alone = single_mesh()
+    found: dict[str, Any] = {}
+    if rank.index == 0:
+        # One rank: the truth, and proof that a control changes nothing but the exchange.
+        found["exact"] = update_once(make_trainer(scene, Layout(), alone), samples, Judge(rank.folder, None))
+        for name, place in (("row-parallel", RowParallel), ("summed dW", SummedWeightGradient)):
+            trainer = make_trainer(scene, Layout(), alone)
+            place_of(trainer, place, alone)
+            found[f"{name} on one rank"] = update_once(trainer, samples, Judge(None, rank.folder))
+        stock = Operators({**uniform("cpu"), "linear": "stock", "attention": "stock"})
+        trainer = make_trainer(scene, Layout(), alone, stock)
+        found["stock linear and attention"] = update_once(trainer, samples, Judge(None, rank.folder))
+    dist.barrier()
+    for name, place, mesh in (
+        ("exact tp2", Sharded, meshes["tp2"]),
+        ("exact cp2", Sharded, meshes["cp2"]),
+        ("row-parallel", RowParallel, meshes["tp2"]),
+        ("summed dW", SummedWeightGradient, meshes["cp2"]),
+    ):
+        trainer = make_trainer(scene, Layout(), mesh)
+        place_of(trainer, place, mesh)
+        found[name] = update_once(trainer, samples, Judge(None, rank.folder))
+    return found
+
+
+def draws(scene: Scene, requests: list[Request], *, slot: bool, max_batch: int) -> list[list[int]]:
+    """Response tokens of every request, on one rank."""
+    engine = rollout_engine(load_weights(scene.checkpoint), positions=scene.positions, max_batch=max_batch)
+    if slot:
+        engine.decoder.place = SlotNoise(engine.ops, engine.weights.sharding)
+    return [sample.response_tokens.tolist() for sample in engine.generate(requests, 0, scene.sampling)]
