@@ -10,23 +10,27 @@ order that a layout could change.
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from rl_engine.models.sharded_functions import (
+    Attention,
+    Embedding,
+    Norm,
+    Project,
+    ProjectBack,
+    Score,
+    ScoreBatch,
+    one_unit,
+)
 from rl_engine.models.sharding import Sharding
 from rl_engine.ops import Operators
 from rl_engine.ops.layout import PackedLayout
-from rl_engine.ops.rms_norm import add_gain, as_heads
 from rl_engine.ops.sample import DrawKey
 from rl_engine.ops.sample.retained import retained_mask
 from rl_engine.ops.selected_logp import LogpState, check_targets, inverse_temperature
 from rl_engine.ops.weight import Weight
 from rl_engine.parallel import ContextLayout, Mesh, bounds
-
-ROWS_AT_ONCE = 2048  # rows of the head's dW computed from one block of logits
 
 
 class Sharded:
@@ -82,7 +86,7 @@ class Sharded:
         parts = self.tp.all_gather(x, [(x.shape[0], b - a) for a, b in slices], purpose=purpose)
         return torch.cat(parts, dim=1)
 
-    def _canonical_columns(self, dy: Tensor, merged: str) -> Tensor:
+    def canonical_columns(self, dy: Tensor, merged: str) -> Tensor:
         """All columns of dy in HF order, from every TP rank's columns."""
         places = [self.sharding.canonical_rows(merged, rank) for rank in range(self.tp.size)]
         parts = self.tp.all_gather(dy, [(dy.shape[0], len(p)) for p in places], purpose="dY")
@@ -116,7 +120,7 @@ class Sharded:
             return
         if self.local_sums:
             if x.shape[0]:
-                self.ops.provider("linear").add_weight_gradient(dy, x, _one_unit(x.shape[0]), weight.grad)
+                self.ops.provider("linear").add_weight_gradient(dy, x, one_unit(x.shape[0]), weight.grad)
             return
         rows = self.tokens_for_columns(dy, 1, layout, purpose="dW dY")
         tokens = self.context(layout).gather(self.cp, x, purpose="dW X")
@@ -143,10 +147,10 @@ class Sharded:
 
     def embedding(self, ids: Tensor, weight: Weight, layout: PackedLayout | None) -> Tensor:
         if not torch.is_grad_enabled():
-            return self._lookup(ids, weight)
-        return _Embedding.apply(ids, torch.empty(0, requires_grad=True), weight, layout, self)
+            return self.lookup(ids, weight)
+        return Embedding.apply(ids, torch.empty(0, requires_grad=True), weight, layout, self)
 
-    def _lookup(self, ids: Tensor, weight: Weight) -> Tensor:
+    def lookup(self, ids: Tensor, weight: Weight) -> Tensor:
         self.ops.count("embedding", ids)
         places = []
         for rank in range(self.tp.size):
@@ -182,24 +186,24 @@ class Sharded:
     def norm(self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None) -> Tensor:
         if not torch.is_grad_enabled():
             return self.ops.rms_norm(x, weight, eps)
-        return _Norm.apply(x, weight, eps, layout, self, "rms_norm")
+        return Norm.apply(x, weight, eps, layout, self, "rms_norm")
 
     def qk_norm(self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None) -> Tensor:
         if not torch.is_grad_enabled():
             return self.ops.qk_norm(x, weight, eps)
-        return _Norm.apply(x, weight, eps, layout, self, "qk_norm")
+        return Norm.apply(x, weight, eps, layout, self, "qk_norm")
 
     def project(self, x: Tensor, weight: Weight, layout: PackedLayout | None) -> Tensor:
         if not torch.is_grad_enabled():
             return self.ops.linear(x, weight)
-        return _Project.apply(x, weight, layout, self)
+        return Project.apply(x, weight, layout, self)
 
     def project_back(self, x: Tensor, weight: Weight, stream: Tensor, layout: PackedLayout | None) -> Tensor:
         if not torch.is_grad_enabled():
-            return self._project_back(x, weight, stream)[0]
-        return _ProjectBack.apply(x, stream, weight, layout, self)
+            return self.project_back_forward(x, weight, stream)[0]
+        return ProjectBack.apply(x, stream, weight, layout, self)
 
-    def _project_back(self, x: Tensor, weight: Weight, stream: Tensor) -> tuple[Tensor, Tensor]:
+    def project_back_forward(self, x: Tensor, weight: Weight, stream: Tensor) -> tuple[Tensor, Tensor]:
         """(new stream [T, H], gathered input [T, K])."""
         inputs = [self.sharding.inputs(weight.name, rank) for rank in range(self.tp.size)]
         outputs = [self.sharding.rows(weight.name, rank) for rank in range(self.tp.size)]
@@ -211,7 +215,7 @@ class Sharded:
     def attention(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
         if not torch.is_grad_enabled():
             return self.attend(q, k, v, layout)[0]
-        return _Attention.apply(q, k, v, layout, self)
+        return Attention.apply(q, k, v, layout, self)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(out, LSE) of own queries and all keys and values in logical order."""
@@ -238,8 +242,8 @@ class Sharded:
         check_targets(targets, self.sharding.config.vocabulary, mask)
         self.ops.count("lm_head", rows)
         self.ops.count("selected_logp", rows)
-        batch = _ScoreBatch(weight, targets, inverse_temperature(temperature), mask, layout, rows)
-        return _Score.apply(hidden, batch, self)
+        batch = ScoreBatch(weight, targets, inverse_temperature(temperature), mask, layout, rows)
+        return Score.apply(hidden, batch, self)
 
     def head_columns(self, group: tuple[int, int]) -> tuple[int, int]:
         """Local rows of the head for a group's global columns."""
@@ -314,196 +318,3 @@ class Sharded:
             zs[here] = state.zs_target[here]
             states.append(torch.stack([state.m, state.l, state.w]))
         return logp.finish(self.merge_states(torch.stack(states), zs, tokens))[0]
-
-
-def _one_unit(tokens: int) -> PackedLayout:
-    """All of a rank's tokens as one fold unit."""
-    return PackedLayout((tokens,), (1,))
-
-
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, anchor: Tensor, weight: Weight, layout: PackedLayout, place: Sharded) -> Tensor:
-        ctx.ids, ctx.weight, ctx.layout, ctx.place = ids, weight, layout, place
-        return place._lookup(ids, weight)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, ...]:
-        ctx.place.keep_lookups(ctx.ids, dy.contiguous(), ctx.weight, ctx.layout)
-        return None, None, None, None, None
-
-
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Weight, eps: float, layout: PackedLayout, place: Sharded, operator: str
-    ) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.eps, ctx.layout, ctx.place, ctx.operator = weight, eps, layout, place, operator
-        place.ops.count(operator, x)
-        return place.ops.provider(operator).forward(x, weight, eps)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        place, weight = ctx.place, ctx.weight
-        provider = place.ops.provider(ctx.operator)
-        dx, terms = provider.backward(dy.contiguous(), x, weight, ctx.eps, weight.grad is not None)
-        if weight.grad is not None:
-            if place.local_sums:
-                sums = provider.unit_sums(as_heads(terms), _one_unit(x.shape[0])) if x.shape[0] else as_heads(terms)
-            else:
-                terms = place.tokens_for_columns(as_heads(terms), 2, ctx.layout, purpose="gain terms")
-                sums = provider.unit_sums(terms, ctx.layout)
-            if ctx.operator == "qk_norm":  # heads of every TP rank, folded in canonical order
-                sums = torch.cat(place.tp.all_gather(sums, purpose="gain sums"), dim=1)
-            add_gain(sums, weight.grad)
-        return dx, None, None, None, None, None
-
-
-class _Project(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Weight, layout: PackedLayout, place: Sharded) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.layout, ctx.place = weight, layout, place
-        return place.ops.linear_forward(x, weight, None)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        place, weight, dy = ctx.place, ctx.weight, dy.contiguous()
-        place.add_weight_gradient(dy, x, weight, ctx.layout)
-        provider = place.ops.provider("linear")
-        if place.tp.size == 1:
-            return provider.input_gradient(dy, weight), None, None, None
-        own = provider.input_gradient(place._canonical_columns(dy, weight.name), weight.input_shard)
-        slices = [place.sharding.inputs(weight.name, rank) for rank in range(place.tp.size)]
-        return place.gather_columns(own, slices, purpose="dX"), None, None, None
-
-
-class _ProjectBack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, stream: Tensor, weight: Weight, layout: PackedLayout, place: Sharded) -> Tensor:
-        out, whole = place._project_back(x, weight, stream)
-        ctx.save_for_backward(whole)
-        ctx.weight, ctx.layout, ctx.place = weight, layout, place
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (whole,) = ctx.saved_tensors
-        place, weight, dy = ctx.place, ctx.weight, dy.contiguous()
-        first, last = place.sharding.rows(weight.name)
-        place.add_weight_gradient(dy[:, first:last].contiguous(), whole, weight, ctx.layout)
-        source = weight if place.tp.size == 1 else weight.input_shard
-        return place.ops.provider("linear").input_gradient(dy, source), dy, None, None, None
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, place: Sharded) -> Tensor:
-        q = q.contiguous()
-        out, lse, keys, values = place.attend(q, k, v, layout)
-        ctx.save_for_backward(q, keys, values, out, lse)
-        ctx.layout, ctx.place = layout, place
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, keys, values, out, lse = ctx.saved_tensors
-        place, layout, dout = ctx.place, ctx.layout, dout.contiguous()
-        provider, context = place.ops.provider("attention"), place.context(layout)
-        delta = provider.delta(dout, out)
-        whole = [context.gather(place.cp, x, purpose="attention gradient") for x in (dout, q, lse, delta)]
-        dq, dk, dv = provider.backward_runs(
-            *(whole[0], whole[1], keys, values, whole[2], whole[3], layout, tuple(context.runs))
-        )
-        return dq, dk, dv, None, None
-
-
-class _ScoreBatch:
-    """What one call of ``score`` is about; targets, mask and rows cover all CP ranks' tokens."""
-
-    def __init__(
-        self, weight: Weight, targets: Tensor, inv_t: float, mask: Tensor | None, layout: PackedLayout, rows: Tensor
-    ) -> None:
-        self.weight, self.targets, self.inv_t, self.mask = weight, targets, inv_t, mask
-        self.layout, self.rows = layout, rows
-
-
-class _Score(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, batch: _ScoreBatch, place: Sharded) -> tuple[Tensor, Tensor]:
-        own = place.own_rows(batch.layout, batch.rows)
-        number = torch.full((batch.layout.tokens,), -1, dtype=torch.int64)
-        number[place.own_tokens(batch.layout)] = torch.arange(hidden.shape[0])
-        local = number[batch.rows[own]]
-        chosen, mask = hidden[local], None if batch.mask is None else batch.mask[own].contiguous()
-        state = place.merged_state(chosen, batch.weight, batch.targets[own], batch.inv_t, mask)
-        logp, entropy = place.ops.provider("selected_logp").finish(state)
-        ctx.save_for_backward(chosen, local)
-        ctx.batch, ctx.place, ctx.state, ctx.own, ctx.mask, ctx.shape = batch, place, state, own, mask, hidden.shape
-        ctx.mark_non_differentiable(entropy)
-        return logp, entropy
-
-    @staticmethod
-    def backward(ctx: Any, c: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        chosen, local = ctx.saved_tensors
-        d_hidden = torch.zeros(ctx.shape, dtype=torch.bfloat16)
-        c = (-c).contiguous()  # autograd hands over dL/dlogp; the contract's c multiplies p - [v = y]
-        d_hidden[local] = _score_input_gradient(ctx, chosen, c)
-        if ctx.batch.weight.grad is not None:
-            _add_head_gradient(ctx, chosen, c)
-        return d_hidden, None, None
-
-
-def _score_input_gradient(ctx: Any, chosen: Tensor, c: Tensor) -> Tensor:
-    """bf16 [R, H]: every group's chain, folded ascending by the owner of each slice of H, rounded once."""
-    batch, place, state = ctx.batch, ctx.place, ctx.state
-    head, logp = place.ops.provider("lm_head"), place.ops.provider("selected_logp")
-    partials = []
-    for first, last in place.sharding.groups(place.tp.index):
-        columns = place.head_columns((first, last))
-        z = head.logits(chosen, batch.weight, columns)
-        dz = logp.logits_gradient(z, first, batch.inv_t, ctx.mask, batch.targets[ctx.own], state, c)
-        partial = torch.zeros(chosen.shape, dtype=torch.float32)
-        head.add_input_gradient(dz, batch.weight, columns, partial)
-        partials.append(partial)
-    own = torch.stack(partials)
-    slices = bounds(chosen.shape[1], place.tp.size)
-    width = slices[place.tp.index][1] - slices[place.tp.index][0]
-    counts = [len(place.sharding.groups(rank)) for rank in range(place.tp.size)]
-    received = place.tp.all_to_all(
-        [own[:, :, a:b].contiguous() for a, b in slices],
-        [(n, chosen.shape[0], width) for n in counts],
-        purpose="dH groups",
-    )
-    total = torch.zeros(chosen.shape[0], width)
-    for group in torch.cat(received):
-        total = total + group
-    return place.gather_columns(total.bfloat16(), slices, purpose="dH")
-
-
-def _add_head_gradient(ctx: Any, chosen: Tensor, c: Tensor) -> None:
-    """Own rows of the head's dW over all rows of all CP ranks (with local sums: over own rows), unit by unit."""
-    batch, place, state = ctx.batch, ctx.place, ctx.state
-    weight, layout, rows = batch.weight, batch.layout, batch.rows
-    head, logp = place.ops.provider("lm_head"), place.ops.provider("selected_logp")
-    if place.local_sums:
-        hidden, coefficients, whole = chosen, c, state
-        targets, mask, edges = batch.targets[ctx.own], ctx.mask, [0, chosen.shape[0]]
-    else:
-        hidden, coefficients = (place.gather_rows(layout, rows, x) for x in (chosen, c))
-        whole = LogpState(*(place.gather_rows(layout, rows, x) for x in (state.m, state.l, state.w, state.zs_target)))
-        targets, mask = batch.targets, batch.mask
-        edges = torch.searchsorted(rows, layout.unit_offsets).tolist()
-    offset = place.sharding.vocabulary(place.tp.index)[0]
-    start, end = weight.grad_rows
-    for first in range(start, end, ROWS_AT_ONCE):
-        last = min(first + ROWS_AT_ONCE, end)
-        z = head.logits(hidden, weight, (first, last))
-        dz = logp.logits_gradient(z, offset + first, batch.inv_t, mask, targets, whole, coefficients)
-        for a, b in itertools.pairwise(edges):
-            if b > a:
-                columns = (first - start, last - start)
-                head.add_weight_gradient(dz[a:b], hidden[a:b], columns, weight.grad)
