@@ -136,7 +136,8 @@ def rank(found: list[Evidence]) -> tuple[Finding, ...]:
             best[evidence.cause] = finding
     findings = list(best.values())
     specific = [f.score for f in findings if f.reported and CAUSES[f.cause].kind in ("form", "fact", "place")]
-    top = max(specific, default=0.0)
+    # Two readings of one specific shape (T twice, T rescored) speak together against "noise, just larger".
+    top = 1.0 - float(np.prod([1.0 - score for score in specific]))
     findings = [_discount(f, top) if CAUSES[f.cause].kind == "general" else f for f in findings]
     # "Noise too large" is what is left when nothing else has a shape, the head and the router included.
     shaped = max((f.score for f in findings if f.reported and f.cause in ("tied-head", "router-dtype")), default=0.0)
@@ -146,7 +147,7 @@ def rank(found: list[Evidence]) -> tuple[Finding, ...]:
 
 def _discount(finding: Finding, explained: float) -> Finding:
     """A general cause next to specific ones; what little is left below a fifth is not worth reporting."""
-    score = finding.score * (1 - 0.9 * explained)
+    score = finding.score * max(0.05, 1 - 1.2 * explained)
     return dataclasses.replace(finding, score=score, reported=finding.reported and (explained == 0 or score >= 0.2))
 
 
@@ -172,9 +173,9 @@ def _remainder(frame: Frame) -> Finding:
     mean, size = float(frame.gap.mean()), float(np.abs(frame.gap).mean())
     numbers: dict[str, float | str] = {"mean": mean, "size": size, "logit_noise": noise, "tokens": len(frame)}
     told = f"mean {mean:+.5f}, mean size {size:.5f}, logit noise {noise:.4f}, {len(frame)} tokens"
-    # Below eight uncertain tokens there is no noise estimate; the plain size must do.
-    if (noise or size) > 1.25 * limit:
+    # Below eight uncertain tokens there is no noise estimate; the plain size must do. Rare large gaps move it alone.
+    if (noise or size) > 1.25 * limit or size > 2 * limit:
         detail = f"the gap ({told}) is more than {frame.log.facts.dtype or 'bf16'} rounding makes"
         return Finding("unexplained", 0.5, True, Evidence("unexplained", 0.0, 0.5, detail, numbers))
-    detail = f"the gap ({told}) is centred and as large as rounding makes it; no other fingerprint fits"
+    detail = f"the gap ({told}) is as large as rounding makes it; no other fingerprint fits"
     return Finding("rounding", 0.9, True, Evidence("rounding", 0.0, 0.9, detail, numbers))

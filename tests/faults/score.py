@@ -25,7 +25,13 @@ CALIBRATION = tuple(range(1, 9))
 HELD_OUT = tuple(range(301, 309))
 # No detector fires below these many standard errors, however quiet the clean runs were.
 FLOOR = {"form": 3.7, "place": 4.0, "general": 5.0, "fact": 3.0, "fine": 0.0}
-LEAST_FIT = {"template-drift": 0.4, "tied-head": 0.15, "quantised-rollout": 0.3, "router-dtype": 0.2, "lora-scale": 0.2}
+LEAST_FIT = {
+    "template-drift": 0.4,
+    "tied-head": 0.15,
+    "quantised-rollout": 0.3,
+    "router-dtype": 0.35,
+    "lora-scale": 0.2,
+}
 # Searches over many places: a larger floor than their kind's.
 HIGHER = {"block-edges": 5.0, "router-dtype": 8.0}
 MARGIN = 1.15
@@ -120,18 +126,26 @@ def score_clean(seeds: tuple[int, ...]) -> tuple[int, list[str]]:
 
 
 def smallest_severity(seeds: tuple[int, ...]) -> dict[str, float | None]:
-    """Per fault the smallest ladder step that, like all larger ones, is named first in three quarters of the seeds."""
+    """Per fault the smallest ladder step that is named first in three quarters of the seeds.
+
+    Walks down from the first nominal step while that holds, or up from it until it does.
+    """
     out: dict[str, float | None] = {}
     for name, item in FAULTS.items():
-        found = None
-        for severity in reversed(item.ladder):
+
+        def seen(step: int, name: str = name, ladder: tuple[float, ...] = item.ladder) -> bool:
             tally = Tally()
             for seed in seeds:
-                tally.add(diagnose(make_log((name,), seed, (severity,))), right_causes(name), "")
-            if tally.first < 0.75 * tally.runs:
-                break
-            found = severity
-        out[name] = found
+                tally.add(diagnose(make_log((name,), seed, (ladder[step],))), right_causes(name), "")
+            return tally.first >= 0.75 * tally.runs
+
+        step = item.nominal
+        if seen(step):
+            while step > 0 and seen(step - 1):
+                step -= 1
+        else:
+            step = next((i for i in range(step + 1, len(item.ladder)) if seen(i)), -1)
+        out[name] = item.ladder[step] if step >= 0 else None
     return out
 
 
@@ -182,8 +196,9 @@ def _table(
         f"both among the first three {pairs[2] / pairs[0]:.1%} |",
         "",
         "Severities are drawn from the nominal part of each ladder. The smallest detectable one is the lowest step",
-        "that, like all larger ones, is named first in at least three quarters of four held-out seeds; it holds for",
-        "runs of this size (mostly 4,000 to 10,000 tokens) and falls about with the root of the number of samples.",
+        "(walking down from the first nominal one) that is named first in three quarters of four held-out seeds. It",
+        "holds for runs of this size (mostly 4,000 to 10,000 tokens) and falls about with the root of the number of",
+        "samples.",
         "",
         "| fault | cause | first | first three | nominal severity | smallest detectable | said instead |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -195,8 +210,8 @@ def _table(
         small = "none on the ladder" if least[name] is None else f"{least[name]:g}"
         instead = ", ".join(sorted(tally.instead)) or "-"
         lines.append(
-            f"| {name} | `{item.cause}` | {tally.first}/{tally.runs} | {tally.third}/{tally.runs} "
-            f"| {span} ({item.unit}) | {small} | {instead} |"
+            f"| {name} | `{item.cause}` | {tally.first}/{tally.runs} "
+            f"| {tally.third}/{tally.runs} | {span} ({item.unit}) | {small} | {instead} |"
         )
     lines += ["", "Clean kinds: " + ", ".join(VARIANTS) + "."]
     if clean[1]:

@@ -82,7 +82,7 @@ def temperature_ratio(frame: Frame) -> float:
         return x - np.log(-np.expm1(x))
 
     before, after = odds(frame.rollout[chosen]), odds(np.minimum(frame.train[chosen], -1e-9))
-    clear = before > 1.0
+    clear = before > max(1.0, float(np.median(before)))
     if clear.sum() < 20:
         return 1.0
     ratio = after[clear] / before[clear]
@@ -129,8 +129,10 @@ def _temperature_fits(ratio: float, known: float | None, sampled_by_train: float
         return {"temperature-rescored": 1 - 0.5 * raw, "raw-logprobs": 0.5 * raw}
 
     def near(expected: float) -> float:
-        # In units of the whole effect of T, with a floor for what noise does to the estimate.
-        scale = max(0.3 * abs(np.log(known)), 0.01)
+        # In units of the whole effect of T. Where few tokens have a single rival the estimate errs away from 1 only,
+        # so that side is wider; the floor is what noise does to it.
+        away = abs(np.log(ratio)) > abs(np.log(expected))
+        scale = max((0.6 if away else 0.25) * abs(np.log(known)), 0.01)
         return float(np.exp(-((np.log(ratio / expected) / scale) ** 2)))
 
     missing, twice = near(known), near(1 / known)
@@ -146,7 +148,10 @@ def mass(frame: Frame, shape: Shape) -> list[Evidence]:
     """Mass lost or gained by one side: support, padded columns, raw logprobs, division after the softmax."""
     if shape.size == 0 or len(frame) < 64:
         return []
-    fit = min(1.0, abs(shape.plus) / shape.size / 0.6)
+    # Against the root mean square: rare large gaps (other weights) also pull mean exp(gap) below 1 in a finite log.
+    fit = min(1.0, abs(shape.plus) / float(np.sqrt(np.square(frame.gap).mean())) / 0.45)
+    if shape.likely * shape.rare < 0 and abs(shape.likely) > 0.5 and abs(shape.likely_t) > 4:
+        return []  # likely and rare tokens move apart: a temperature, not mass
     # Both tests must agree: the mean of exp(gap), and the mean gap of rare tokens, where every cause here shows.
     strength = min(abs(shape.plus_t), 2 * abs(shape.rare_t))
     if np.sign(shape.plus) != np.sign(shape.rare_t) or (shape.plus > 0 and shape.minus > 0):
