@@ -28,7 +28,7 @@ class RolloutSettings:
 
     max_batch: int = 64
     chunk: int = 512
-    page: int = 64
+    page: int = 16
     budget: int = 8192
     pages: int | None = None
     share_prefixes: bool = True
