@@ -16,6 +16,8 @@ from rl_engine.records.errors import UserError
 Vector = npt.NDArray[np.float64]
 _INTEGER_SAMPLES = ("prompt_length", "top_k", "weight_version", "train_version", "cached_tokens", "batch_size", "step")
 _FLOAT_SAMPLES = ("temperature", "top_p", "advantage", "time", "loss")
+# Greedy sampling (temperature 0) has no distribution to compare; float columns must fit fp32.
+_RANGES = {"temperature": (1e-4, 1e4), "top_p": (1e-6, 1.0), "advantage": (-1e30, 1e30), "prompt_length": (0, 1e9)}
 _OPTIONAL_TOKENS = ("tokens", "train_tokens", "ref_logprobs", "entropy")
 
 
@@ -49,6 +51,27 @@ def _scalar(value: object, where: str) -> float:
         except ValueError:
             pass
     raise UserError(f"{where} = {str(value)[:40]!r}", "a number", "correct the value or drop the column")
+
+
+def _whole(value: object, where: str) -> int:
+    """A count of tokens."""
+    number = _scalar(value, where)
+    if not math.isfinite(number) or not 0 <= number <= 1e9:
+        raise UserError(f"{where} = {number:g}", "a whole number of tokens", "correct the value or drop the column")
+    return int(number)
+
+
+def _single(values: Vector) -> npt.NDArray[np.float32]:
+    """fp32, with infinities where fp64 does not fit (they are reported as such)."""
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32)
+
+
+def _ids(values: Vector, where: str) -> npt.NDArray[np.int32]:
+    """Token ids; -1 and the like mark padding and are kept."""
+    if len(values) and not (np.isfinite(values).all() and np.abs(values).max() < 2**31):
+        raise UserError(f"{where} with a value that is no token id", "whole numbers below 2**31", "check that column")
+    return values.astype(np.int32)
 
 
 @dataclasses.dataclass
@@ -109,22 +132,28 @@ class LogBuilder:
         aligned = self._align(fields, row, where)
         self.lengths.append(len(aligned.rollout))
         self.bases.append(aligned.base)
-        self.columns["rollout"].append(aligned.rollout.astype(np.float32))
-        self.columns["train"].append(aligned.train.astype(np.float32))
+        self.columns["rollout"].append(_single(aligned.rollout))
+        self.columns["train"].append(_single(aligned.train))
         self.columns["mask"].append(aligned.mask)
         for name in _OPTIONAL_TOKENS:
             vector = aligned.optional.get(name)
-            kind = np.int32 if name.endswith("tokens") else np.float32
-            self.optional[name].append(None if vector is None else vector.astype(kind))
+            if vector is None:
+                self.optional[name].append(None)
+            elif name.endswith("tokens"):
+                self.optional[name].append(_ids(vector, f"{where}: {name}"))
+            else:
+                self.optional[name].append(_single(vector))
         self._add_sample(fields, aligned, where)
 
     def _align(self, fields: dict[str, object], row: Mapping[str, object], where: str) -> _Row:
         vectors = {name: _vector(fields[name], f"{where}: {name}") for name in TOKEN_FIELDS if name in fields}
         if "length" in fields:
-            real = int(_scalar(fields["length"], f"{where}: length"))
+            real = _whole(fields["length"], f"{where}: length")
             vectors = {name: v[:real] if len(v) > real else v for name, v in vectors.items()}
-        prompt = int(_scalar(fields["prompt_length"], f"{where}: prompt_length")) if "prompt_length" in fields else None
-        response = next((int(_scalar(row[key], where)) for key in RESPONSE_LENGTH if row.get(key) is not None), None)
+        prompt = _whole(fields["prompt_length"], f"{where}: prompt_length") if "prompt_length" in fields else None
+        response = next(
+            (_whole(row[key], f"{where}: {key}") for key in RESPONSE_LENGTH if row.get(key) is not None), None
+        )
         tokens, only = vectors.pop("tokens", None), vectors.pop("response_tokens", None)
         before = vectors.pop("prompt_tokens", None)
         rollout, train = vectors.pop("rollout_logprobs"), vectors.pop("train_logprobs")
@@ -134,7 +163,7 @@ class LogBuilder:
         elif tokens is not None:
             total, base = len(tokens), 0
             if prompt is None and response is not None:
-                prompt = total - response
+                prompt = max(total - response, 0)
             if prompt is None and before is not None:
                 prompt = len(before)
         else:
@@ -166,6 +195,11 @@ class LogBuilder:
     def _add_sample(self, fields: dict[str, object], row: _Row, where: str) -> None:
         for name in (*_INTEGER_SAMPLES, *_FLOAT_SAMPLES):
             value = _scalar(fields[name], f"{where}: {name}") if name in fields else math.nan
+            low, high = _RANGES.get(name, (-1e18, 1e18))
+            if not math.isnan(value) and not low <= value <= high:
+                raise UserError(
+                    f"{where}: {name} = {value:g}", f"a number from {low:g} to {high:g}", "correct the value"
+                )
             self.samples[name].append(value)
         if row.prompt_length is not None:
             self.samples["prompt_length"][-1] = float(row.prompt_length)

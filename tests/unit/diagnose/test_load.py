@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import pathlib
+import random
 import resource
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -208,3 +210,32 @@ def test_a_large_json_log_stays_small(tmp_path: pathlib.Path) -> None:
     assert cli.main([str(path), "--json"]) == 0
     assert time.process_time() - start < 60
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 * 1024**2
+
+
+ODD = [None, 0, -1, 1e308, float("nan"), float("inf"), "x", [], [[]], {}, True, 2**40, 1e-300, "v3", [1, 2]]
+
+
+def test_damaged_rows_never_end_in_a_traceback(
+    log: TokenLog, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Random damage gives an answer (valid JSON) or one line with exit 2, and no numerical warning."""
+    rng = random.Random(3)
+    base = json.dumps(rows(log)[:4])
+    for _ in range(120):
+        damaged = json.loads(base)
+        for _ in range(rng.choice([1, 2, 4])):
+            row = rng.choice(damaged)
+            key = rng.choice([*row, "vocab_size", "train_tokens", "ref_logprobs", "length", "eos_token_id"])
+            if isinstance(row.get(key), list) and row[key] and rng.random() < 0.5:
+                row[key][rng.randrange(len(row[key]))] = rng.choice(ODD)
+            else:
+                row[key] = rng.choice(ODD)
+        path = write(tmp_path / "odd.jsonl", *damaged)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            code = cli.main([str(path), "--json"])
+        said = capsys.readouterr()
+        if code == 2:
+            assert said.err.count("\n") == 1 and not said.out
+        else:
+            assert "findings" in json.loads(said.out)
