@@ -69,6 +69,12 @@ def _refuse_groups(resolved: Sequence[ResolvedPlan]) -> None:
             )
         stock = "stock" in {name for side in (plan.providers.train, plan.providers.rollout) for _, name in side}
         ranks = max(shape.train_tp * shape.train_cp, shape.rollout_tp)
+        if plan.contract_id.endswith("-chain256") and ranks > 1:
+            raise UserError(
+                f"{ranks} ranks without a C compiler",
+                "one rank: the fallback's bits are proven for whole tensors only",
+                "install a C compiler (cc, gcc or clang)",
+            )
         if stock and ranks > 1:
             raise UserError(
                 f"stock operators ({plan.mode}) on {ranks} ranks",

@@ -14,6 +14,21 @@ from rl_engine.ops.selected_logp import inverse_temperature
 from rl_engine.ops.weight import Weight
 
 
+class NonFiniteLogits(ArithmeticError):
+    """A logit is NaN: no token can be drawn."""
+
+
+def refuse_nan(tokens: Tensor) -> Tensor:
+    """The drawn tokens.
+
+    Raises:
+        NonFiniteLogits: a sampler found a NaN (token -1).
+    """
+    if bool((tokens < 0).any()):
+        raise NonFiniteLogits("a logit is NaN, so no token can be drawn; look at the weights and the last update")
+    return tokens
+
+
 class OneRank:
     """What ``Sharded`` does with groups of ranks, done by one."""
 
@@ -78,7 +93,7 @@ class OneRank:
         z = self.ops.logits(hidden, weight)
         inv_t = inverse_temperature(temperature)
         mask = retained_mask(z, inv_t, top_k, top_p)
-        tokens = self.ops.draw(z, inv_t, mask, keys)
+        tokens = refuse_nan(self.ops.draw(z, inv_t, mask, keys))
         logprobs, _ = self.ops.logp_from_logits(z, tokens, temperature, mask)
         return tokens, logprobs, mask
 

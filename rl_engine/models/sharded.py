@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rl_engine.models.placement import refuse_nan
 from rl_engine.models.sharded_functions import (
     Attention,
     Embedding,
@@ -156,6 +157,7 @@ class Sharded:
         for rank in range(self.tp.size):
             first, last = self.sharding.vocabulary(rank)
             places.append(((ids >= first) & (ids < last)).nonzero()[:, 0])
+        assert sum(map(len, places)) == ids.numel(), "a token id lies outside the vocabulary"
         mine = weight.value[ids[places[self.tp.index]] - self.sharding.vocabulary(self.tp.index)[0]]
         width = weight.shape[1]
         parts = self.tp.all_gather(mine.detach(), [(len(p), width) for p in places], purpose="embedding")
@@ -299,6 +301,7 @@ class Sharded:
         best = scores.max(0).values
         for rank in reversed(range(self.tp.size)):  # ties to the lowest id, which is the lowest rank's
             chosen = torch.where(scores[rank] == best, tokens[rank], chosen)
+        refuse_nan(tokens.min(0).values if bool(scores.isnan().any()) else chosen)
         return chosen, self._logp_of(z, first, chosen, inv_t, mask), mask
 
     def raw_logprobs(self, hidden: Tensor, weight: Weight, tokens: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ class ModelWeights:
         """
         for weight in self:
             trains = weight.value.requires_grad
-            weight.value = self._join(weight.parts, read).requires_grad_(trains)
+            weight.value = self._join(weight.parts, read).contiguous().requires_grad_(trains)
 
     def export_rows(self) -> dict[str, tuple[int, Tensor]]:
         """HF name -> (first row, bf16 view of this rank's rows), in canonical order."""

@@ -59,6 +59,7 @@ def times_rows(dy: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
     k = rows.shape[1]
     assert dy.stride(1) == 1 and rows.stride(1) == 1
     result = torch.empty(t, k, dtype=torch.bfloat16) if out is None else out
+    assert result.is_contiguous() and (out is None or out.dtype == torch.float32)
     load().rlk_gemm(
         *(t, k, n, dy.data_ptr(), dy.stride(0), 1, rows.data_ptr(), rows.stride(0), 1),
         *(OUT_BF16 if out is None else OUT_F32_ADD, result.data_ptr(), k, None, 0),

@@ -21,7 +21,11 @@ from pathlib import Path
 from rl_engine.numerics.contract import Contract
 
 SOURCES = Path(__file__).parent / "csrc"
-COMMON_FLAGS = ("-O3", "-march=native", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-std=gnu11")
+# -fno-fast-math comes after whatever a user's $CC brings along.
+COMMON_FLAGS = (
+    *("-O3", "-march=native", "-fPIC", "-pthread", "-std=gnu11"),
+    *("-fno-fast-math", "-fno-math-errno", "-fno-trapping-math"),
+)
 # gemm.c multiplies bf16 values only: their products are exact in fp32, so a fused multiply-add has the same bits.
 CONTRACT_FLAGS = {"gemm.c": "-ffp-contract=fast"}
 
@@ -101,7 +105,7 @@ def build_key() -> str:
         raise BuildError("no C compiler: neither cc, gcc, clang nor the ziglang package was found")
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
     digest = hashlib.sha256()
-    for part in (*COMMON_FLAGS, repr(sorted(CONTRACT_FLAGS.items())), version, _processor()):
+    for part in (*command, *COMMON_FLAGS, repr(sorted(CONTRACT_FLAGS.items())), version, _processor()):
         digest.update(part.encode() + b"\0")
     for source in sorted(SOURCES.iterdir()):
         if source.suffix in (".c", ".h"):

@@ -11,7 +11,8 @@ over KV blocks ascending; dK and dV (from bf16(P)) over the group's query heads 
 (inner); a block is a chain from +0, the carry ``fl(acc + block)``. ``c`` multiplies the finished fp32 dQ and dK once.
 
 Shapes: q bf16 [T, heads, D], k and v bf16 [T, kv_heads, D], any token stride; the result is [T, heads, D].
-Invariant to: batch mates, packing, chunking, page size, what unused pages hold.
+Invariant to: batch mates, packing, chunking, page size, what unused pages hold, for finite q, k, v and dO. (A key
+behind the query in its block has p = +0; the product with an infinite value would be NaN.)
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from torch import Tensor
 from rl_engine.ops.attention.paged import PagedBatch, PagedCache
 from rl_engine.ops.layout import PackedLayout
 
-
 Runs = tuple[tuple[int, int, int], ...]  # (sample, first position, count), ascending
 
 
@@ -32,7 +32,8 @@ class AttentionProvider:
     """Kernels over pages (forward) and packed samples (backward)."""
 
     def forward_runs(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, runs: Runs) -> tuple[Tensor, Tensor]:
-        """(out bf16 [Q, heads, D], LSE fp32 [Q, heads]) of the queries of ``runs``, q bf16 [Q, heads, D] in their order.
+        """(out bf16 [Q, heads, D], LSE fp32 [Q, heads]) of the queries of ``runs``, q bf16 [Q, heads, D] in their
+        order.
 
         k and v bf16 [T, kv_heads, D] are whole samples in the layout's order.
         """

@@ -186,6 +186,7 @@ static void sample_body(void *context, i64 row, int thread) {
     uint32_t seed = g->seed, step = g->step;
     float best = -INFINITY, score[SAMPLE_CHUNK];
     i64 chosen = -1;
+    int any_nan = 0;
     for (i64 start = 0; start < g->columns; start += SAMPLE_CHUNK) {
         int count = (int)(g->columns - start < SAMPLE_CHUNK ? g->columns - start : SAMPLE_CHUNK);
         i64 column = g->first_column + start;
@@ -196,18 +197,21 @@ static void sample_body(void *context, i64 row, int thread) {
             score[i] = z[start + i] * g->inv_t - rlk_log(-rlk_log1p(-u));
         }
         for (int i = 0; i < count; i++)
-            if (exists(mask, column + i) && (score[i] > best || chosen < 0)) {
-                best = score[i];
-                chosen = column + i;
+            if (exists(mask, column + i)) {
+                any_nan |= score[i] != score[i];
+                if (score[i] > best || chosen < 0) {
+                    best = score[i];
+                    chosen = column + i;
+                }
             }
     }
-    g->token[row] = chosen;
-    g->score[row] = chosen < 0 ? -INFINITY : best;
+    g->token[row] = any_nan ? -1 : chosen;
+    g->score[row] = any_nan ? NAN : chosen < 0 ? -INFINITY : best;
 }
 
 /* Exact draw: argmax over existing columns of fl(zs - log E), E = -log1p(-u), u from Philox keyed by (seed, step) and
  * (token, position, sample, prompt); ties to the lowest id. z holds columns from first_column on; the token is -1 where
- * none of them exists. */
+ * none of them exists or one is NaN. */
 void rlk_sample(i64 rows, i64 first_column, i64 columns, const float *z, i64 z_row, float inv_t, const uint8_t *mask,
                 i64 mask_row, uint32_t seed, uint32_t step, const uint32_t *counters, i64 *token, float *score) {
     sample g = {.first_column = first_column, .columns = columns, .z_row = z_row, .mask_row = mask_row, .z = z,

@@ -23,12 +23,41 @@ static void *current_context;
 static i64 current_items;
 static int thread_count = 1, started = 1;
 
+/* Subnormal numbers are kept while a kernel runs, whatever mode the calling program left its thread in. */
+#if defined(__x86_64__)
+#define FLUSH_BITS 0x8040u /* FTZ, DAZ */
+static unsigned keep_subnormals(void) {
+    unsigned old = __builtin_ia32_stmxcsr();
+    if (old & FLUSH_BITS) __builtin_ia32_ldmxcsr(old & ~FLUSH_BITS);
+    return old;
+}
+static void restore_mode(unsigned old) {
+    if (old & FLUSH_BITS) __builtin_ia32_ldmxcsr(old);
+}
+#elif defined(__aarch64__)
+#define FLUSH_BITS (UINT64_C(1) << 24) /* FZ */
+static uint64_t keep_subnormals(void) {
+    uint64_t old;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(old));
+    if (old & FLUSH_BITS) __asm__ volatile("msr fpcr, %0" : : "r"(old & ~FLUSH_BITS));
+    return old;
+}
+static void restore_mode(uint64_t old) {
+    if (old & FLUSH_BITS) __asm__ volatile("msr fpcr, %0" : : "r"(old));
+}
+#else
+static int keep_subnormals(void) { return 0; }
+static void restore_mode(int old) { (void)old; }
+#endif
+
 static void drain(int thread) {
+    __typeof__(keep_subnormals()) mode = keep_subnormals();
     for (;;) {
         i64 item = atomic_fetch_add(&next_item, 1);
-        if (item >= current_items) return;
+        if (item >= current_items) break;
         current_body(current_context, item, thread);
     }
+    restore_mode(mode);
 }
 
 static void pause_briefly(void) {
@@ -62,6 +91,16 @@ static void *worker(void *argument) {
     return NULL;
 }
 
+/* A forked child has none of its parent's threads and may have inherited a taken lock: it starts anew, alone. */
+static void forget_threads(void) {
+    pthread_mutex_init(&call_lock, NULL);
+    pthread_mutex_init(&wake_lock, NULL);
+    pthread_cond_init(&wake, NULL);
+    thread_count = started = 1;
+}
+
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_threads); }
+
 void rlk_set_threads(int count) {
     pthread_mutex_lock(&call_lock);
     if (count < 1) count = 1;
@@ -90,15 +129,15 @@ int rlk_get_threads(void) { return thread_count; }
 void rlk_parallel(rlk_body body, void *context, i64 items) {
     if (items <= 0) return;
     pthread_mutex_lock(&call_lock);
-    if (thread_count == 1 || items == 1) {
-        for (i64 item = 0; item < items; item++) body(context, item, 0);
-        pthread_mutex_unlock(&call_lock);
-        return;
-    }
     current_body = body;
     current_context = context;
     current_items = items;
     atomic_store(&next_item, 0);
+    if (thread_count == 1 || items == 1) {
+        drain(0);
+        pthread_mutex_unlock(&call_lock);
+        return;
+    }
     atomic_store(&pending, thread_count - 1);
     pthread_mutex_lock(&wake_lock);
     uint64_t call = (atomic_load(&call_word) >> 16) + 1;
@@ -144,7 +183,7 @@ static void denormal_body(void *context, i64 item, int thread) {
     while (atomic_load(&check->started) < thread_count) sched_yield(); /* one item for every thread */
 }
 
-/* Threads of the pool, the caller included, that flush subnormal numbers to zero: 0 where arithmetic is IEEE. */
+/* Threads of the pool, the caller included, that flush subnormal numbers inside a kernel: 0 where arithmetic is IEEE. */
 i64 rlk_flushed(void) {
     denormals check = {0, 0};
     rlk_parallel(denormal_body, &check, thread_count);

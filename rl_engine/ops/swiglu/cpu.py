@@ -18,6 +18,7 @@ class CpuSwiglu(SwigluProvider):
         return out
 
     def backward(self, da: Tensor, x: Tensor) -> Tensor:
+        assert x.is_contiguous() and da.is_contiguous()
         dx = torch.empty(x.shape, dtype=torch.bfloat16)
         load().rlk_swiglu_backward(x.shape[0], x.shape[1] // 2, x.data_ptr(), da.data_ptr(), dx.data_ptr())
         return dx
