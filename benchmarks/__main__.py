@@ -1,4 +1,4 @@
-"""``python -m benchmarks rollout|train|ops|e2e`` (also ``./rlk bench ...``).
+"""``python -m benchmarks rollout|train|ops|parallel|e2e`` (also ``./rlk bench ...``).
 
 Contestants take turns in one process (A B A B ...), so that a slow minute of the machine hits both. The table goes to
 standard error; the JSON goes to ``--out``, or to standard output.
@@ -17,6 +17,7 @@ REGISTRY = {
     "rollout": ("benchmarks.rollout", "generated tokens/s over batch sizes and lengths; transformers beside"),
     "train": ("benchmarks.train", "tokens/s of one update over batch sizes and lengths"),
     "ops": ("benchmarks.ops", "time of every operator over row counts"),
+    "parallel": ("benchmarks.parallel", "seconds and bytes sent of TP and CP layouts against one rank"),
     "e2e": ("benchmarks.e2e", "seconds per phase of a paired run, on Ray"),
 }
 

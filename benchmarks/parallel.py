@@ -34,7 +34,8 @@ from rl_engine.models.config import ModelConfig
 from rl_engine.models.sharding import LayoutRefused, Sharding, merged_names
 from rl_engine.models.weights import ModelWeights, random_weights
 from rl_engine.ops import Operators, library, uniform
-from rl_engine.parallel import ContextLayout, bounds, join_mesh
+from rl_engine.parallel import ContextLayout, Group, Mesh, bounds, join_mesh
+from rl_engine.parallel.groups import leave_mesh
 
 ONE_RANK = "one rank"
 PHASES = ("rollout", "score", "train", "optimizer")
@@ -281,7 +282,16 @@ class LayoutCase(Case):
         return body | ({"sent": dict(self.sent)} if self.sent else {})
 
 
+@dataclasses.dataclass
 class LayoutReport(Report):
+    """``formula``: layout -> bytes per token and layer of all ranks."""
+
+    formula: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def json(self) -> str:
+        body = json.loads(super().json())
+        return json.dumps(body | {"formula": dict(self.formula)}, indent=1) + "\n"
+
     def print(self, out: TextIO) -> None:
         out.write(f"{self.benchmark}: " + ", ".join(f"{key} {value}" for key, value in self.about.items()) + "\n")
         for case in self.cases:
@@ -290,7 +300,7 @@ class LayoutReport(Report):
                 cpu = float(np.median(timing.cpu_seconds))
                 sent = case.sent.get(name)
                 size = f", {sent['total'] / 1e6:.1f} MB sent" if sent else ""
-                out.write(f"  {case.name:10} {name:10} {timing.median:.2f} s, {cpu:.2f} CPU s of all ranks{size}\n")
+                out.write(f"  {case.name:10} {name:24} {timing.median:.3f} s, {cpu:.3f} CPU s of all ranks{size}\n")
 
 
 def _config(options: argparse.Namespace) -> ModelConfig:
@@ -320,6 +330,7 @@ class Task:
     model_root: Path | None
     tp: int
     cp: int
+    gradients: str
     batch: int
     length: int
     threads: int
@@ -327,7 +338,8 @@ class Task:
     folder: Path
 
 
-def _weights(task: Task, sharding: Sharding) -> ModelWeights:
+def _weights(task: Task, mesh: Mesh) -> ModelWeights:
+    sharding = Sharding(task.config, mesh.tp.size, mesh.tp.index)
     if task.model_root is not None:
         return load_weights(task.model_root, task.config, sharding)
     return random_weights(task.config, 0, sharding)
@@ -339,22 +351,35 @@ def _rank(index: int, task: Task) -> None:
     if task.provider == "cpu":
         library.set_threads(task.threads)
     mesh = join_mesh(task.tp, task.cp, index, f"file://{task.folder}/store")
-    sharding = Sharding(task.config, mesh.tp.size, mesh.tp.index)
     clock = _Clock(mesh)
     if mesh.cp.index == 0:  # generation has no context parallelism
-        engine = RolloutEngine(
-            *(_weights(task, sharding), Operators(uniform(task.provider)), task.length, RolloutSettings()),
-            mesh=dataclasses.replace(mesh, cp=type(mesh.cp)((index,), 0), world=mesh.tp),
-        )
-        requests = workload.requests(task.config, task.batch, task.length // 2)
-        settings = SamplingSettings(1.0, 1.0, -1, min(16, task.length // 2), 0, ())
-        engine.generate(requests[:1], 1, settings)
-        clock.start()
-        engine.generate(requests, 0, settings)
-        clock.stop("rollout")
-        del engine
+        _rollout(task, mesh, clock)
     mesh.world.barrier()
-    trainer = TrainEngine(_weights(task, sharding), Operators(uniform(task.provider)), task.length, SETTINGS, mesh=mesh)
+    _train(task, mesh, clock)
+    mesh.world.barrier()
+    leave_mesh()  # together: a rank that is gone early looks like a lost one
+    body = {"seconds": clock.seconds, "cpu": clock.cpu, "sent": clock.sent}
+    (task.folder / f"rank{index}.json").write_text(json.dumps(body))
+
+
+def _rollout(task: Task, mesh: Mesh, clock: _Clock) -> None:
+    alone = Group((mesh.world.ranks[mesh.world.index],), 0)
+    tensor_parallel = Mesh(mesh.tp, alone, mesh.tp)
+    operators = Operators(uniform(task.provider))
+    weights = _weights(task, mesh)
+    engine = RolloutEngine(weights, operators, task.length, RolloutSettings(), mesh=tensor_parallel)
+    requests = workload.requests(task.config, task.batch, task.length // 2)
+    sampling = SamplingSettings(1.0, 1.0, -1, min(16, task.length // 2), 0, ())
+    engine.generate(requests[:1], 1, sampling)
+    clock.start()
+    engine.generate(requests, 0, sampling)
+    clock.stop("rollout")
+
+
+def _train(task: Task, mesh: Mesh, clock: _Clock) -> None:
+    settings = dataclasses.replace(SETTINGS, gradients=task.gradients)
+    operators = Operators(uniform(task.provider))
+    trainer = TrainEngine(_weights(task, mesh), operators, task.length, settings, mesh=mesh)
     samples = workload.samples(task.config, task.batch, task.length)
     advantages = [1.0 if number % 2 else -1.0 for number in range(task.batch)]
     trainer.score(samples[:1])
@@ -363,19 +388,23 @@ def _rank(index: int, task: Task) -> None:
     old = trainer.score(samples)
     clock.stop("score")
     clock.start()
-    result = trainer.step(samples, advantages, old)
+    backward = 0.0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal backward
+        backward = time.process_time()
+
+    result = trainer.step(samples, advantages, old, progress=progress)
     clock.stop("train")
-    clock.seconds["train"] -= result.seconds_optimizer
-    clock.seconds["optimizer"], clock.cpu["optimizer"] = result.seconds_optimizer, result.seconds_optimizer
-    clock.cpu["train"] -= result.seconds_optimizer
-    body = {"seconds": clock.seconds, "cpu": clock.cpu, "sent": clock.sent}
-    (task.folder / f"rank{index}.json").write_text(json.dumps(body))
+    clock.seconds["train"], clock.seconds["optimizer"] = result.seconds_train, result.seconds_optimizer
+    clock.cpu["optimizer"] = time.process_time() - backward
+    clock.cpu["train"] -= clock.cpu["optimizer"]
 
 
 class _Clock:
     """Seconds, CPU seconds and bytes of one phase after another."""
 
-    def __init__(self, mesh: Any) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.seconds: dict[str, float] = {}
         self.cpu: dict[str, float] = {}
@@ -405,7 +434,10 @@ def _sent(ranks: list[dict[str, Any]], phase: str) -> dict[str, int]:
 
 
 def main(options: argparse.Namespace) -> LayoutReport:
-    """Layouts take turns; every turn starts its ranks anew, warms them up and measures each phase once."""
+    """Layouts take turns; every turn starts its ranks anew, warms them up and measures each phase once.
+
+    With context parallelism, ``--gradients deterministic`` is a contestant of its own.
+    """
     config = _config(options)
     provider = "cpu" if library.available() else "torch"
     layouts = possible(config, FULL_LAYOUTS if options.full else LAYOUTS)
@@ -414,33 +446,36 @@ def main(options: argparse.Namespace) -> LayoutReport:
     found: dict[str, list[list[dict[str, Any]]]] = collections.defaultdict(list)
     for _ in range(options.rounds):
         for tp, cp in layouts:
-            with tempfile.TemporaryDirectory() as folder:
-                task = Task(config, options.model_root, tp, cp, batch, length, threads, provider, Path(folder))
-                found[_name(tp, cp)].append(_measure(task))
+            for gradients in ("invariant", "deterministic")[: 2 if cp > 1 else 1]:
+                with tempfile.TemporaryDirectory() as folder:
+                    size = (batch, length, threads, provider, Path(folder))
+                    task = Task(config, options.model_root, tp, cp, gradients, *size)
+                    found[_name(tp, cp, gradients)].append(_measure(task))
     about = workload.about(options, provider, config) | {"threads": threads, "samples": batch, "tokens": length}
     about["model"] = str(options.model_root or "Qwen3-0.6B's heads, short vocabulary, random weights")
-    about["bytes per token and layer"] = {_name(tp, cp): per_token(config, tp, cp) for tp, cp in layouts}
-    report = LayoutReport("parallel", about)
     tokens = batch * length
-    for phase in PHASES:
-        timings = {
-            name: Timing(
-                [max(rank["seconds"].get(phase, 0.0) for rank in turn) for turn in turns],
-                [sum(rank["cpu"].get(phase, 0.0) for rank in turn) for turn in turns],
-            )
-            for name, turns in found.items()
-        }
-        sent = {}
-        for name, turns in found.items():
-            counted = _sent(turns[0], phase)
-            layer = per_token(config, 1, 1)
-            inside = {*layer["forward"], *layer["backward"]}
-            each = {purpose: n / tokens / config.layers for purpose, n in counted.items() if purpose in inside}
-            if counted:
-                sent[name] = {"total": sum(counted.values()), "by purpose": counted, "per token and layer": each}
-        report.cases.append(LayoutCase(phase, tokens, "tokens", timings, sent))
-    return report
+    cases: list[Case] = [_case(phase, tokens, config.layers, found) for phase in PHASES]
+    formula = {_name(tp, cp): per_token(config, tp, cp) for tp, cp in layouts}
+    return LayoutReport("parallel", about, cases, formula=formula)
 
 
-def _name(tp: int, cp: int) -> str:
-    return ONE_RANK if tp * cp == 1 else f"TP{tp} CP{cp}"
+def _case(phase: str, tokens: int, layers: int, found: Mapping[str, list[list[dict[str, Any]]]]) -> LayoutCase:
+    """One phase of all layouts: the slowest rank's seconds, all ranks' CPU seconds and bytes."""
+    timings, sent = {}, {}
+    inside = {purpose for part in per_token(SHAPE, 1, 1).values() for purpose in part}
+    for name, turns in found.items():
+        timings[name] = Timing(
+            [max(rank["seconds"].get(phase, 0.0) for rank in turn) for turn in turns],
+            [sum(rank["cpu"].get(phase, 0.0) for rank in turn) for turn in turns],
+        )
+        counted = _sent(turns[0], phase)
+        each = {purpose: number / tokens / layers for purpose, number in counted.items() if purpose in inside}
+        if counted:
+            sent[name] = {"total": sum(counted.values()), "by purpose": counted, "per token and layer": each}
+    return LayoutCase(phase, tokens, "tokens", timings, sent)
+
+
+def _name(tp: int, cp: int, gradients: str = "invariant") -> str:
+    if tp * cp == 1:
+        return ONE_RANK
+    return f"TP{tp} CP{cp}" + (f" {gradients}" if gradients != "invariant" else "")

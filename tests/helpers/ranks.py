@@ -68,7 +68,7 @@ def _main(function: Callable[..., Any], rank: Rank, arguments: tuple[Any, ...]) 
 
         set_threads(1)
         result = function(rank, *arguments)
-        _publish(rank.folder / f"rank{rank.index}.json", json.dumps({"pid": os.getpid(), "result": result}))
+        _publish(rank.folder / f"rank{rank.index}.json", json.dumps({"cpu": time.process_time(), "result": result}))
     except BaseException:
         code = 1
         _publish(rank.folder / f"rank{rank.index}.error", traceback.format_exc())

@@ -38,8 +38,8 @@ def add_across(group: Group, x: Tensor) -> Tensor:
 class RowParallel(Sharded):
     """o_proj and down_proj cut along K: every rank multiplies its own inputs, fp32 partial sums are all-reduced."""
 
-    def _project_back(self, x: Tensor, weight: Weight, stream: Tensor) -> tuple[Tensor, Tensor]:
-        _, whole = super()._project_back(x, weight, stream)
+    def project_back_forward(self, x: Tensor, weight: Weight, stream: Tensor) -> tuple[Tensor, Tensor]:
+        _, whole = super().project_back_forward(x, weight, stream)
         columns = weight.input_shard or weight  # all rows of own input columns
         partial = self.ops.provider("lm_head").logits(x, columns)  # the same chain, not rounded
         return (stream.float() + add_across(self.tp, partial)).bfloat16(), whole
@@ -78,6 +78,8 @@ def update_once(trainer: TrainEngine, samples: list[Sample], judge: Judge) -> di
 
 
 def place_of(trainer: TrainEngine, place: type[Sharded], mesh: Mesh) -> None:
+    """Puts a control in force; what it defines must be something that the exact code has."""
+    assert all(hasattr(Sharded, name) for name in vars(place)), place
     trainer.decoder.place = place(trainer.ops, trainer.weights.sharding, mesh)
 
 
