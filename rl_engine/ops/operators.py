@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import importlib
 from collections.abc import Mapping
 from typing import Any
@@ -108,6 +109,11 @@ def uniform(name: str, update: str | None = None) -> dict[str, str]:
     return {op: (update or "cpu") if name == "stock" and op in own else name for op in OPERATORS}
 
 
+@functools.cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclasses.dataclass(frozen=True)
 class Route:
     """Measured calls of one operator: rows are counted in buckets of the next power of two."""
@@ -133,7 +139,7 @@ class Operators:
     def count(self, operator: str, x: Tensor) -> None:
         """Counts one call of ``operator`` on the rows of ``x``."""
         rows = x.shape[0] if x.dim() else 1
-        self._calls[operator, str(x.dtype).removeprefix("torch."), 1 << max(rows - 1, 0).bit_length()] += 1
+        self._calls[operator, _dtype_name(x.dtype), 1 << max(rows - 1, 0).bit_length()] += 1
 
     def provider(self, operator: str) -> Any:
         """The provider's kernels, for code that moves partials between ranks; it counts its own calls."""

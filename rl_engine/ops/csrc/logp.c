@@ -151,6 +151,7 @@ void rlk_logits_gradient(i64 rows, i64 first_column, i64 columns, const float *z
 
 /* First word of Philox4x32-10. */
 static inline uint32_t philox(uint32_t k0, uint32_t k1, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
+#pragma GCC unroll 10
     for (int round = 0; round < 10; round++) {
         uint64_t first = (uint64_t)0xD2511F53u * c0, second = (uint64_t)0xCD9E8D57u * c2;
         uint32_t next0 = (uint32_t)(second >> 32) ^ c1 ^ k0, next2 = (uint32_t)(first >> 32) ^ c3 ^ k1;
@@ -184,17 +185,18 @@ static void sample_body(void *context, i64 row, int thread) {
     const uint8_t *mask = g->mask ? g->mask + row * g->mask_row : NULL;
     uint32_t position = g->counters[3 * row], number = g->counters[3 * row + 1], prompt = g->counters[3 * row + 2];
     uint32_t seed = g->seed, step = g->step;
-    float best = -INFINITY, score[SAMPLE_CHUNK];
+    float best = -INFINITY, inv_t = g->inv_t, score[SAMPLE_CHUNK], uniform[SAMPLE_CHUNK];
+    uint32_t noise[SAMPLE_CHUNK];
     i64 chosen = -1;
     int any_nan = 0;
     for (i64 start = 0; start < g->columns; start += SAMPLE_CHUNK) {
         int count = (int)(g->columns - start < SAMPLE_CHUNK ? g->columns - start : SAMPLE_CHUNK);
         i64 column = g->first_column + start;
+        for (int i = 0; i < count; i++) noise[i] = philox(seed, step, (uint32_t)column + (uint32_t)i, position, number, prompt);
+        for (int i = 0; i < count; i++) uniform[i] = (float)(((double)noise[i] + 0.5) * 2.3283064365386963e-10);
         for (int i = 0; i < count; i++) {
-            uint32_t x = philox(seed, step, (uint32_t)(column + i), position, number, prompt);
-            float u = (float)(((double)x + 0.5) * 2.3283064365386963e-10);
-            u = u > 0.99999994f ? 0.99999994f : u;
-            score[i] = z[start + i] * g->inv_t - rlk_log(-rlk_log1p(-u));
+            float u = uniform[i] > 0.99999994f ? 0.99999994f : uniform[i];
+            score[i] = z[start + i] * inv_t - rlk_log(-rlk_log1p(-u));
         }
         for (int i = 0; i < count; i++)
             if (exists(mask, column + i)) {

@@ -83,10 +83,9 @@ static inline float rlk_exp(float x) {
 
 /* Natural logarithm in fp32 with written roundings: 2 atanh((f - 1) / (f + 1)) with f in [sqrt(1/2), sqrt(2)). */
 static inline float rlk_log(float x) {
-    int tiny = x < 1.17549435e-38f;
-    float scaled = tiny ? x * 16777216.0f : x;
+    float scaled = x * (x < 1.17549435e-38f ? 16777216.0f : 1.0f);
     int32_t shifted = (int32_t)(rlk_float_bits(scaled) - 0x3f3504f3u);
-    float e = (float)(shifted >> 23) - (tiny ? 24.0f : 0.0f);
+    float e = (float)(shifted >> 23) - (x < 1.17549435e-38f ? 24.0f : 0.0f);
     float f = rlk_bits_float(((uint32_t)shifted & 0x7fffffu) + 0x3f3504f3u);
     float s = (f - 1.0f) / (f + 1.0f);
     float z = s * s;
@@ -98,7 +97,7 @@ static inline float rlk_log(float x) {
     float y = e * 0.693145751953125f + (e * 1.42860676533018e-06f + p);
     y = x == 0.0f ? -INFINITY : y;
     y = x < 0.0f ? NAN : y;
-    return (x != x || x > 3.40282347e38f) ? x : y;
+    return ((x != x) | (x > 3.40282347e38f)) ? x : y; /* no branch: loops over it vectorise */
 }
 
 /* log(1 + x) for x in (-1, 0]: the rounding error of 1 + x is given back. */
