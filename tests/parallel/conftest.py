@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,11 @@ class Baseline:
     facts: dict[str, Any]
 
 
-def make_baseline(scene: Scene, config: ModelConfig, folder: Path, *, extra_step: bool = False) -> Baseline:
+def make_baseline(scene: Scene, config: ModelConfig, folder: Path, *, extra_step: bool = False) -> Iterator[Baseline]:
+    """The one-rank run; its files, about a gigabyte, go afterwards."""
     (ended,) = run_ranks(work, 1, folder, scene, Layout(), None, extra_step)
-    (folder / "facts.json").write_text(json.dumps(ended.result))
-    return Baseline(scene, config, folder, ended.result)
+    yield Baseline(scene, config, folder, ended.result)
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")
@@ -58,12 +60,12 @@ def qwen3_scene(qwen3_checkpoint: Path) -> Scene:
 
 
 @pytest.fixture(scope="session")
-def one_rank(qwen3_scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Baseline:
-    return make_baseline(qwen3_scene, QWEN3, tmp_path_factory.mktemp("parallel") / "one", extra_step=True)
+def one_rank(qwen3_scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
+    yield from make_baseline(qwen3_scene, QWEN3, tmp_path_factory.mktemp("parallel") / "one", extra_step=True)
 
 
 @pytest.fixture(scope="session")
-def filtered(tmp_path_factory: pytest.TempPathFactory) -> Baseline:
+def filtered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
     """A tied Llama at temperature 0.7 with retained sets and a KL term."""
     config = llama(
         layers=2, hidden=576, intermediate=301, heads=12, kv_heads=6, head_dim=48, vocabulary=2500, tied=True
@@ -77,4 +79,4 @@ def filtered(tmp_path_factory: pytest.TempPathFactory) -> Baseline:
         sampling=sampling(temperature=0.7, top_p=0.95, top_k=20, max_response_len=8, stop_tokens=STOPS),
         train=train_settings(temperature=0.7, kl_coef=0.1, fold_tokens=64, lr=1e-4),
     )
-    return make_baseline(scene, config, folder.with_name("llama-one"))
+    yield from make_baseline(scene, config, folder.with_name("llama-one"))

@@ -104,6 +104,8 @@ def check_traffic(ended: list[Ended], layout: Layout, baseline: Baseline) -> Non
 def run_layout(layout: Layout, baseline: Baseline, folder: Path) -> list[Ended]:
     ended = run_ranks(work, layout.size, folder, baseline.scene, layout, baseline.folder)
     check_equal(ended, layout, baseline)
+    for file in folder.glob("weights*"):
+        file.unlink()
     return ended
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def test_pair_equals_one_rank(layout: Layout, one_rank: Baseline, tmp_path: Path
 
 
 @pytest.fixture(scope="module")
-def fifty_updates(one_rank: Baseline, tmp_path_factory: pytest.TempPathFactory) -> Baseline:
+def fifty_updates(one_rank: Baseline, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
     """Short samples, a learning rate that keeps the model alive, tensors compared at the start, middle and end."""
     scene = dataclasses.replace(
         one_rank.scene,
@@ -42,7 +43,7 @@ def fifty_updates(one_rank: Baseline, tmp_path_factory: pytest.TempPathFactory) 
         updates=50,
         compared=(0, 24, 49),
     )
-    return make_baseline(scene, one_rank.config, tmp_path_factory.mktemp("parallel") / "fifty")
+    yield from make_baseline(scene, one_rank.config, tmp_path_factory.mktemp("parallel") / "fifty")
 
 
 @pytest.mark.parametrize("layout", [Layout(2, 2, 4), Layout(1, 4, 2), Layout(4, 1, 1)], ids=str)
@@ -55,15 +56,16 @@ def test_fifty_updates(layout: Layout, fifty_updates: Baseline, tmp_path: Path) 
 
 
 @pytest.fixture(scope="module")
-def real_weights(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Baseline:
+def real_weights(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
     """30 layers, 9 query and 3 KV heads, tied head."""
     scene = Scene(
         checkpoint=smollm2,
         prompts=((3, 2), (41, 2)),
         sampling=sampling(max_response_len=12, stop_tokens=(2,)),
         train=train_settings(fold_tokens=64, lr=1e-5),
+        compared=(1,),
     )
-    return make_baseline(scene, read_config(smollm2), tmp_path_factory.mktemp("parallel") / "smollm2-one")
+    yield from make_baseline(scene, read_config(smollm2), tmp_path_factory.mktemp("parallel") / "smollm2-one")
 
 
 @pytest.mark.parametrize(
