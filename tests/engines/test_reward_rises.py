@@ -33,14 +33,10 @@ def test_the_arithmetic_reward_rises(smollm2: Path) -> None:
     with open_reward("arithmetic") as judge:
         for step in range(STEPS):
             batch = prompts.batch(step, PROMPTS)
-            requests = [
-                Request(p.index, s, tuple(encode_prompt(tokenizer, p))) for p in batch for s in range(SAMPLES)
-            ]
+            requests = [Request(p.index, s, tuple(encode_prompt(tokenizer, p))) for p in batch for s in range(SAMPLES)]
             samples = canonical(rollout.generate(requests, step, SamplingSettings(1.0, 1.0, -1, CAP, 7, stops)))
             old = trainer.score(samples)
-            assert all(
-                (a.logprobs.view(np.int32) == b.view(np.int32)).all() for a, b in zip(samples, old, strict=True)
-            )
+            assert all((a.logprobs.view(np.int32) == b.view(np.int32)).all() for a, b in zip(samples, old, strict=True))
             texts = [tokenizer.decode(s.response_tokens.tolist(), skip_special_tokens=True) for s in samples]
             values = [r.value for r in judge.reward(texts, [batch[s.prompt].answer for s in samples])]
             rewards.append(float(np.mean(values)))
