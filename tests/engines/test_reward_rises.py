@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from rl_engine.data.prompts import encode_prompt, open_prompts
 from rl_engine.engines.rollout.builtin.engine import RolloutEngine, RolloutSettings
 from rl_engine.engines.train.builtin import TrainEngine, TrainSettings
