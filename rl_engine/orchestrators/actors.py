@@ -10,14 +10,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError
 
 from rl_engine.config.plan import Plan
 from rl_engine.engines.evidence import route_records
 from rl_engine.engines.types import Request, Sample, UpdateResult, WeightSnapshot
 from rl_engine.numerics.contract import Contract
 from rl_engine.records.environment import collect_environment, source_record
-from rl_engine.records.errors import UserError
 from rl_engine.records.types import EnvironmentRecord, RouteRecord, Side, ThreadSettings
 
 Logprobs = list[npt.NDArray[np.float32]]
@@ -63,11 +61,7 @@ class _Worker(abc.ABC):
         self.threads: ThreadSettings = use_threads(self.plan)
         self.qualification = self._prove() if self.plan.mode == "consistency" else None
         self.mesh = join(self.plan, self.side, self.rank, self.store)
-        try:
-            self._open_engine()
-        except SafetensorError as error:
-            found = f"a damaged safetensors file in {self.plan.model_root} ({error})"
-            raise UserError(found, "a complete checkpoint", "restore it, or prepare it again") from error
+        self._open_engine()
 
     @abc.abstractmethod
     def _open_engine(self) -> None:

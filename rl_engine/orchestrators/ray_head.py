@@ -123,12 +123,12 @@ def ray_head(threads: int, model_bytes: int) -> Iterator[Head]:
         HeadFailed: Ray did not start.
         UserError: no place for its sockets.
     """
-    folder = _make_folder()
     # Ray prints what it notices to stdout, which is for the run's data.
     said = io.StringIO()
     with _variables(_environment(threads)), contextlib.redirect_stdout(said):
-        import ray
+        import ray  # takes seconds, so before there is a folder to remove
 
+        folder = _make_folder()
         try:
             _connect(ray, folder, max(OBJECT_STORE_BYTES, 2 * model_bytes + (256 << 20)))
             yield Head(ray, folder, said)

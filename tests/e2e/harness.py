@@ -46,8 +46,8 @@ def byte_tokenizer(folder: Path) -> int:
     return tokenizer.get_vocab_size()
 
 
-def save_model(folder: Path, **changes: object) -> Path:
-    """A random two-layer Qwen3, wide enough (576) that stock operators round differently on the two sides.
+def save_model(folder: Path, family: str = "qwen3", **changes: object) -> Path:
+    """A random two-layer model, wide enough (576) that stock operators round differently on the two sides.
 
     It likes to say ``5``, blanks and the end, so that the prompts of :func:`profile` earn rewards now and then.
     """
@@ -56,13 +56,13 @@ def save_model(folder: Path, **changes: object) -> Path:
 
     from rl_engine.models.checkpoint import load_weights, save_checkpoint, save_tensors
     from rl_engine.models.weights import random_weights
-    from tests.helpers.models import qwen3
+    from tests.helpers import models
 
     folder.mkdir(parents=True)
     size = byte_tokenizer(folder)
     shape = {"layers": 2, "hidden": 576, "intermediate": 500, "heads": 9, "kv_heads": 3, "max_positions": 2048}
     shape |= {"vocabulary": size + 5, **changes}
-    save_checkpoint(folder, random_weights(qwen3(**shape), seed=11))
+    save_checkpoint(folder, random_weights(getattr(models, family)(**shape), seed=11))
     tensors = {name: tensor.clone() for name, tensor in load_weights(folder).export().items()}
     # A direction that every token's embedding shares survives to the head, whose liked rows answer to it.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -31,7 +31,7 @@ def check_exact(cli: Cli, done: Done, steps: int = 2, run_dir: Path | None = Non
         ["--grpo-std-normalization", "disabled", "--temperature", "1.3", "--top-p", "0.8"],
         ["--data-source", "arithmetic"],
         # One fold unit a micro-batch; then batches of no round size, on another number of threads.
-        ["--max-tokens-per-gpu", "93", "--fold-tokens", "1"],
+        ["--max-tokens-per-gpu", "130", "--fold-tokens", "1"],
         ["--rollout-batch-size", "3", "--samples-per-prompt", "5", "--max-response-len", "1", "--threads", "2"],
         ["--rollout-batch-size", "1", "--samples-per-prompt", "67", "--max-response-len", "3"],
     ],
@@ -82,7 +82,8 @@ def test_empty_responses_and_equal_rewards_are_said(cli: Cli, model: Path, tmp_p
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(300))}))
-    done = cli("run", "--run-id", "r", "--model-root", str(folder))
+    (tmp_path / "hard.jsonl").write_text('{"question": "2 x 2?", "answer": "4"}\n')
+    done = cli("run", "--run-id", "r", "--model-root", str(folder), "--prompt-data", str(tmp_path / "hard.jsonl"))
     reader = check_exact(cli, done)
     assert "step 1: 24 responses end at once" in done.err
     assert "all advantages are 0" in done.err
@@ -120,7 +121,7 @@ def test_a_long_temporary_folder(cli: Cli, tmp_path: Path) -> None:
     long = tmp_path / ("long" * 30)
     long.mkdir()
     check_exact(cli, cli("run", "--run-id", "r", env={"TMPDIR": str(long)}))
-    assert list(long.iterdir()) == []
+    assert list(long.glob("rlk-*")) == []
 
 
 def test_two_runs_at_once_in_one_workspace(cli: Cli) -> None:
@@ -132,7 +133,7 @@ def test_two_runs_at_once_in_one_workspace(cli: Cli) -> None:
 def test_llama_with_an_untied_head_in_shards(cli: Cli, tmp_path: Path) -> None:
     from rl_engine.models.checkpoint import load_weights, save_checkpoint
 
-    folder = save_model(tmp_path / "llama", architecture="LlamaForCausalLM", qk_norm=False, layers=3)
+    folder = save_model(tmp_path / "llama", family="llama", layers=3)
     weights = load_weights(folder)
     (folder / "model.safetensors").unlink()
     save_checkpoint(folder, weights, max_shard_bytes=2_000_000)
