@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from rl_engine.diagnose.causes import Evidence
-from rl_engine.diagnose.detectors.distribution import occurrence_level, seen_before
+from rl_engine.diagnose.detectors.distribution import occurrence_level, seen_before, setting
 from rl_engine.diagnose.frame import Frame, quantile_bins
 from rl_engine.diagnose.stats import clustered_t
 
 # Largest honest size of logit noise (median |gap| / (1 - p), scaled to a standard deviation), by compute type.
-HONEST = {"bf16": 0.1, "fp16": 0.0125, "fp32": 0.001}
+# At temperature 1: dividing logits by T divides their noise as well.
+HONEST = {"bf16": 0.12, "fp16": 0.015, "fp32": 0.0012}
 
 
 def logit_noise(frame: Frame) -> float:
@@ -23,7 +24,9 @@ def logit_noise(frame: Frame) -> float:
 
 
 def honest_limit(frame: Frame) -> float:
-    return HONEST.get(frame.log.facts.dtype or "bf16", HONEST["bf16"])
+    """Largest logit noise that rounding explains in this log."""
+    hot = setting(frame.log.samples.temperature) or 1.0
+    return HONEST.get(frame.log.facts.dtype or "bf16", HONEST["bf16"]) / hot
 
 
 def adapter(frame: Frame) -> list[Evidence]:
@@ -133,7 +136,7 @@ def too_large(frame: Frame) -> list[Evidence]:
     if noise == 0:
         return []
     detail = (
-        f"logit noise of about {noise:.3f} against at most {limit:g} that "
+        f"logit noise of about {noise:.3f} against at most {limit:.3g} that "
         f"{frame.log.facts.dtype or 'bf16'} arithmetic explains"
     )
     fit = float(np.clip(1 - (limit / noise) ** 2, 0, 1)) if noise > limit else 0.0
