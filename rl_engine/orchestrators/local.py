@@ -386,7 +386,9 @@ def run(plans: list[Plan], *, wait: bool, json_output: bool) -> int:
 def _run_all(runs: list[LocalRun], display: Display) -> int:
     plans = [local.plan for local in runs]
     model_bytes = 2 * sum(math.prod(shape) for shape in runs[0].config.tensor_shapes().values())
-    with MemoryWatch() as memory, ray_head(plans[0].threads, model_bytes) as head:
+    with MemoryWatch() as memory, contextlib.ExitStack() as stack:
+        with display.task("starting Ray"):
+            head = stack.enter_context(ray_head(plans[0].threads, model_bytes))
         for local in runs:
             local.run(head, memory)
         baseline = _baseline(runs[0]) if len(runs) == 2 else None

@@ -30,8 +30,9 @@ def verdict(
     """
     good = True
     for plan in plans:
-        findings = run_validation(plan.run_dir)
-        record_validation(plan.run_dir, findings)
+        with display.task(f"{plan.mode}: validating"):
+            findings = run_validation(plan.run_dir)
+            record_validation(plan.run_dir, findings)
         good &= passed(findings)
         for finding in findings:
             if finding.status == "FAIL":
