@@ -13,7 +13,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+from rl_engine.entrypoints.parser import parse
+from rl_engine.entrypoints.repro import _resolve
+from rl_engine.ops.swiglu.cpu import CpuSwiglu
+from rl_engine.orchestrators.actors import QualificationFailed, RolloutWorker, TrainWorker
 from rl_engine.records.reader import RunReader
 from tests.e2e.harness import Cli, Command, Done, profile
 
@@ -155,6 +160,28 @@ def broken_copy(sources: Path, folder: Path) -> Path:
     return folder
 
 
+def test_a_worker_refuses_operators_that_fail_their_proof(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same without Ray: the worker itself raises, on either side, and only with the wrong bit."""
+    file = profile(tmp_path)
+    arguments = parse(["run", "--profile", str(file), "--model-root", str(model), "--workspace", str(tmp_path)])
+    plan = _resolve(arguments)[0].plan
+    assert len(TrainWorker(plan, "train", 0, "")._prove()) == 64
+    right = CpuSwiglu.forward
+
+    def wrong(self: CpuSwiglu, x: torch.Tensor) -> torch.Tensor:
+        out = right(self, x)
+        out.view(torch.int16)[0, 0] ^= 1
+        return out
+
+    monkeypatch.setattr(CpuSwiglu, "forward", wrong)
+    for worker in (TrainWorker(plan, "train", 0, ""), RolloutWorker(plan, "rollout-0", 0, "")):
+        with pytest.raises(QualificationFailed, match="swiglu"):
+            worker._prove()
+
+
+@pytest.mark.slow
 def test_consistency_refuses_operators_that_fail_their_proof(sources: Path, model: Path, tmp_path: Path) -> None:
     base = ["--profile", str(profile(tmp_path)), "--model-root", str(model)]
     cli = Cli(broken_copy(sources, tmp_path / "broken"), tmp_path, base)
