@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
 
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        if argv and argv[0] in FORWARDED:
+        if argv and argv[0] in FORWARDED and not {"-h", "--help"} & set(argv[1:2]):
             return _forward(argv[0], argv[1:])
         args = parse(argv)
         if sys.hexversion < 0x030B0000:

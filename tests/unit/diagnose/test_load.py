@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import pathlib
 import random
-import resource
-import time
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -185,15 +185,29 @@ def big_file(path: pathlib.Path, tokens: int) -> None:
             writer.write_table(pa.table([*columns, pa.array(np.arange(count) % 8)], schema=schema))
 
 
+MEASURED = """
+import json, resource, sys
+from rl_engine.diagnose import cli
+code = cli.main([sys.argv[1], "--json"])
+usage = resource.getrusage(resource.RUSAGE_SELF)
+print(json.dumps([code, usage.ru_utime + usage.ru_stime, usage.ru_maxrss]))
+"""
+
+
+def measured(path: pathlib.Path) -> dict[str, object]:
+    """Diagnoses a log in a process of its own, within the guide's promise; the answer."""
+    done = subprocess.run([sys.executable, "-c", MEASURED, str(path)], capture_output=True, text=True, check=True)
+    answer, last = done.stdout.rstrip().rsplit("\n", 1)
+    code, seconds, peak = json.loads(last)
+    # Processor time, since a busy machine says nothing about the code.
+    assert (code, seconds < 60, peak < 2 * 1024**2) == (0, True, True), last
+    return json.loads(answer)
+
+
 @pytest.mark.parametrize("tokens", [400_000, pytest.param(10_000_000, marks=pytest.mark.slow)])
-def test_a_large_log_stays_small(tmp_path: pathlib.Path, tokens: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_large_log_stays_small(tmp_path: pathlib.Path, tokens: int) -> None:
     big_file(tmp_path / "big.parquet", tokens)
-    start = time.process_time()
-    assert cli.main([str(tmp_path / "big.parquet"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["metrics"]["compared"] == tokens
-    # Processor time, since a busy machine says nothing about the code; the limit is the promise of the guide.
-    assert time.process_time() - start < 60
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 * 1024**2
+    assert measured(tmp_path / "big.parquet")["metrics"]["compared"] == tokens
 
 
 @pytest.mark.slow
@@ -206,10 +220,7 @@ def test_a_large_json_log_stays_small(tmp_path: pathlib.Path) -> None:
             train = np.minimum(rollout + 0.01 * rng.standard_normal(2000, dtype=np.float32), 0)
             row = {"rollout_logprobs": rollout.tolist(), "train_logprobs": train.tolist()}
             out.write(json.dumps(row) + "\n")
-    start = time.process_time()
-    assert cli.main([str(path), "--json"]) == 0
-    assert time.process_time() - start < 60
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 * 1024**2
+    measured(path)
 
 
 ODD = [None, 0, -1, 1e308, float("nan"), float("inf"), "x", [], [[]], {}, True, 2**40, 1e-300, "v3", [1, 2]]
