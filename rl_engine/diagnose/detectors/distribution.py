@@ -86,7 +86,8 @@ def temperature_ratio(frame: Frame) -> float:
     if clear.sum() < 20:
         return 1.0
     ratio = after[clear] / before[clear]
-    return float(np.quantile(ratio, 0.9 if np.median(ratio) < 1 else 0.1))
+    # Where likely tokens became unlikely the ratio is negative: no temperature does that.
+    return max(0.01, float(np.quantile(ratio, 0.9 if np.median(ratio) < 1 else 0.1)))
 
 
 def temperature(frame: Frame, shape: Shape) -> list[Evidence]:
