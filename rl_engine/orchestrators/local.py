@@ -346,7 +346,9 @@ class LocalRun:
         """Who died; what the worker wrote last goes to the log."""
         for member in self.fleet.members:
             if getattr(error, "actor_id", None) == member.actor._actor_id.hex():
-                pid = self.pids.get(member.name, 0)
+                if member.name not in self.pids:
+                    return f"{member.name} did not start: {' '.join(str(error).split())[-300:]}"
+                pid = self.pids[member.name]
                 self.writer.log(self.head.last_words(pid) or f"{member.name} wrote nothing")
                 self.writer.event("worker_died", engine=member.engine, rank=member.rank, pid=pid)
                 return f"{member.name} (process {pid}) died: killed from outside, by a crash or for want of memory"

@@ -18,6 +18,7 @@ import psutil
 
 from rl_engine.records.errors import UserError
 
+SOURCES = Path(__file__).resolve().parents[2]
 OBJECT_STORE_BYTES = 1 << 30
 END_SECONDS = 10.0
 # A Unix socket's path has at most 107 bytes, and Ray's own part below the folder takes about 80 of them.
@@ -61,6 +62,8 @@ def _environment(threads: int) -> dict[str, str | None]:
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_AUTH_TOKEN_PATH": None,
         "OMP_NUM_THREADS": str(threads),
+        # Workers import the sources that this process runs, however it found them.
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(SOURCES), os.environ.get("PYTHONPATH")))),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # of several workers' errors we report the first
