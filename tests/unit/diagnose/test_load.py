@@ -190,7 +190,10 @@ import json, resource, sys
 from rl_engine.diagnose import cli
 code = cli.main([sys.argv[1], "--json"])
 usage = resource.getrusage(resource.RUSAGE_SELF)
-print(json.dumps([code, usage.ru_utime + usage.ru_stime, usage.ru_maxrss]))
+# Not ru_maxrss: it survives exec, so it starts at the size of the process that forked this one.
+status = open("/proc/self/status").read()
+peak = int(status.split("VmHWM:")[1].split()[0])
+print(json.dumps([code, usage.ru_utime + usage.ru_stime, peak]))
 """
 
 
