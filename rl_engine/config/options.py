@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -185,6 +186,7 @@ OPTIONS: tuple[Option, ...] = (
     _opt("--rollout-temperature/--temperature", "float", 1.0, "sampling temperature", 0.0, low_open=True),
     _opt("--rollout-top-p/--top-p", "float", 1.0, "nucleus mass; 1 keeps every token", 0.0, 1.0, low_open=True),
     _opt("--rollout-top-k/--top-k", "int", -1, "tokens kept, or -1 for all", -1, BIG),
+    _opt("--rollout-stop/--stop", "str", "", "text that ends a response; several as a JSON list of texts"),
     _opt("--samples-per-prompt", "int", 8, "responses per prompt (the GRPO group)", 1, BIG),
     _opt("--rollout-batch-size", "int", 1, "prompts per update", 1, BIG),
     _opt(
@@ -278,6 +280,24 @@ def native_override(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         if side != "train":
             rollout.append(operator)
     return tuple(train), tuple(rollout)
+
+
+def stop_strings(text: str) -> tuple[str, ...]:
+    """Texts of ``--rollout-stop``: none, ``text`` itself, or those of a JSON list.
+
+    Raises:
+        UserError: a list that is no JSON, or holds anything but non-empty texts.
+    """
+    if not text.startswith("["):
+        return (text,) if text else ()
+    try:
+        stops = json.loads(text)
+    except (ValueError, RecursionError):
+        stops = None
+    if not isinstance(stops, list) or not stops or any(not isinstance(stop, str) or not stop for stop in stops):
+        example = """for example '["\\n\\n", "User:"]'"""
+        raise UserError(f"--rollout-stop {text[:60]}", "a text, or a JSON list of non-empty texts", example)
+    return tuple(stops)
 
 
 def flags_of(options: Sequence[Option]) -> tuple[str, ...]:

@@ -7,13 +7,15 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class SamplingPlan:
-    """How tokens are drawn. ``top_k`` -1 and ``top_p`` 1.0 skip their filter; ``max_response_len`` in tokens."""
+    """How tokens are drawn. ``top_k`` -1 and ``top_p`` 1.0 skip their filter; ``max_response_len`` in tokens; a text of
+    ``stop_strings`` ends a response as the model's stop tokens do."""
 
     temperature: float
     top_p: float
     top_k: int
     max_response_len: int
     rollout_seed: int
+    stop_strings: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

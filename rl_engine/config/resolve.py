@@ -14,7 +14,16 @@ from typing import cast
 
 from rl_engine.config import topology as rules
 from rl_engine.config.host import HostFacts
-from rl_engine.config.options import BY_NAME, OPERATORS, OPTIONS, VERB_DEFAULTS, Option, Scalar, native_override
+from rl_engine.config.options import (
+    BY_NAME,
+    OPERATORS,
+    OPTIONS,
+    VERB_DEFAULTS,
+    Option,
+    Scalar,
+    native_override,
+    stop_strings,
+)
 from rl_engine.config.paths import PathResolver, Value
 from rl_engine.config.plan import (
     DataPlan,
@@ -325,6 +334,7 @@ class _Resolver:
                 self.backend(),
                 self.text("stack"),
                 self.whole("rollout_top_k"),
+                self.text("rollout_stop"),
                 self.switch("pd"),
                 self.switch("allow_dirty"),
                 "ray_address" in self.request.flags,
@@ -351,6 +361,7 @@ class _Resolver:
             self.whole("rollout_top_k"),
             self.whole("max_response_len"),
             self.whole("rollout_seed"),
+            stop_strings(self.text("rollout_stop")),
         )
 
     def engine(self, shape: Topology, samples: int) -> EnginePlan:

@@ -108,6 +108,7 @@ class Limits:
     backend: str
     stack: str
     top_k: int
+    stop: str
     pd: bool
     allow_dirty: bool
     ray_address_given: bool
@@ -122,6 +123,8 @@ def check_limits(ask: Limits) -> None:
     """
     if ask.stack == "vime" and ask.backend == "cpu":
         raise UserError("--stack vime on backend cpu", "backend cuda or rocm", "use --stack builtin on a CPU")
+    if ask.stack == "vime" and ask.stop:
+        raise UserError("--rollout-stop on stack vime", "its own settings", "leave it out, or use --stack builtin")
     if ask.backend == "cpu" and ask.ray_address_given:
         raise UserError("--ray-address on backend cpu", "a local run with its own Ray head", "leave --ray-address out")
     if ask.backend == "rocm":

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from rl_engine.config.plan import Plan
-from rl_engine.engines.rollout.builtin.engine import RolloutEngine, RolloutSettings
+from rl_engine.engines.rollout.builtin.engine import Decode, RolloutEngine, RolloutSettings
 from rl_engine.engines.train.builtin import TrainEngine, TrainSettings
 from rl_engine.engines.types import SamplingSettings
 from rl_engine.models.checkpoint import load_weights
@@ -104,7 +104,9 @@ def train_engine(plan: Plan, mesh: Mesh | None = None) -> TrainEngine:
     return TrainEngine(weights, operators, weights.config.max_positions, settings, reference, mesh=mesh)
 
 
-def rollout_engine(plan: Plan, weights: ModelWeights, name: str, mesh: Mesh | None = None) -> RolloutEngine:
-    """One rollout rank."""
+def rollout_engine(
+    plan: Plan, weights: ModelWeights, name: str, mesh: Mesh | None = None, decode: Decode | None = None
+) -> RolloutEngine:
+    """One rollout rank; ``decode`` gives the text of token ids, for stop strings."""
     operators = Operators(dict(plan.providers.rollout))
-    return RolloutEngine(weights, operators, weights.config.max_positions, RolloutSettings(), name, mesh=mesh)
+    return RolloutEngine(weights, operators, weights.config.max_positions, RolloutSettings(), name, decode, mesh)

@@ -51,6 +51,10 @@ class Weight:
         first, last = self.grad_rows
         self.grad = torch.zeros((last - first, *self.shape[1:]), dtype=torch.float32)
 
+    def drop_gradient(self) -> None:
+        """Gives the gradient's memory back; :meth:`enable_training` makes a new one."""
+        self.grad = None
+
     def part_gradients(self) -> dict[str, tuple[int, Tensor]]:
         """HF name -> (first row, view of the fp32 gradient), for the parts that ``grad_rows`` touches."""
         assert self.grad is not None, f"{self.name} does not train"

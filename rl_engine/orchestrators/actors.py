@@ -15,6 +15,7 @@ from rl_engine.config.plan import Plan
 from rl_engine.engines.evidence import route_records
 from rl_engine.engines.types import Request, Sample, UpdateResult, WeightSnapshot
 from rl_engine.numerics.contract import Contract
+from rl_engine.orchestrators.tokens import Tokenizer
 from rl_engine.records.environment import collect_environment, source_record
 from rl_engine.records.types import EnvironmentRecord, RouteRecord, Side, ThreadSettings
 
@@ -136,7 +137,9 @@ class TrainWorker(_Worker):
         self, samples: list[Sample], advantages: list[float], old: Logprobs, reference: Logprobs | None
     ) -> UpdateResult:
         self._report(0, 0)
-        return self.engine.step(samples, advantages, old, reference, self._report)
+        result = self.engine.step(samples, advantages, old, reference, self._report)
+        self.engine.release_gradients()
+        return result
 
     def export(self) -> tuple[WeightSnapshot, dict[str, str]]:
         """(weights, digests): the weights go straight to the rollout engines, the digests to the evidence."""
@@ -157,7 +160,8 @@ class RolloutWorker(_Worker):
         weights = read_weights(self.plan, self.mesh)
         self._rows = {name: (first, first + len(rows)) for name, (first, rows) in weights.export_rows().items()}
         self._digests = own_digests(weights)
-        self.engine = rollout_engine(self.plan, weights, self.name, self.mesh)
+        decode = Tokenizer(Path(self.plan.model_root)).decode if self.plan.sampling.stop_strings else None
+        self.engine = rollout_engine(self.plan, weights, self.name, self.mesh, decode)
 
     def held(self) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
         """(rows of every tensor, their digests) of the weights as they were loaded or arrived."""
@@ -169,7 +173,8 @@ class RolloutWorker(_Worker):
 
         started = time.perf_counter()
         self._report(0, len(requests))
-        samples = self.engine.generate(requests, step, sampling_settings(self.plan, stop_tokens), self._report)
+        settings, stops = sampling_settings(self.plan, stop_tokens), self.plan.sampling.stop_strings
+        samples = self.engine.generate(requests, step, settings, self._report, stops)
         return samples, time.perf_counter() - started
 
     def load_weights(self, *snapshots: WeightSnapshot) -> None:

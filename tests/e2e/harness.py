@@ -117,6 +117,11 @@ class Done:
     strays: tuple[str, ...]
 
 
+def _hears_control_c() -> None:
+    """A test run in the background of a shell script inherits an ignored SIGINT, and a command keeps ignoring it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Command:
     """One command line in a child process. Everything it starts inherits a mark by which it is found."""
 
@@ -135,6 +140,7 @@ class Command:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=_hears_control_c,
         )
 
     def processes(self, title: str = "") -> dict[int, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_engine.orchestrators.tokens import Tokenizer
 from rl_engine.records.reader import RunReader
 from tests.e2e.harness import Cli, Done, profile, save_model
 
@@ -39,6 +40,19 @@ def check_exact(cli: Cli, done: Done, steps: int = 2, run_dir: Path | None = Non
 )
 def test_settings_stay_exact(cli: Cli, arguments: list[str]) -> None:
     check_exact(cli, cli("run", "--run-id", "r", *arguments))
+
+
+def test_a_stop_text_ends_its_responses(cli: Cli, model: Path) -> None:
+    stops = [chr(letter) for letter in range(97, 123)]
+    check_exact(cli, cli("run", "--run-id", "r", "--stop", json.dumps(stops)))
+    decode = Tokenizer(model).decode
+    batch, ended = RunReader(cli.run_dir("r")).samples(0), 0
+    for index, sample in enumerate(batch.samples):
+        rows = slice(int(batch.offsets[index]), int(batch.offsets[index + 1]))
+        response = batch.tokens[rows][batch.loss_mask[rows] == 1].tolist()
+        assert not any(stop in decode(response[:-1]) for stop in stops), "it went on"
+        ended += sample.finish_reason == "stop" and decode(response)[-1:] in stops
+    assert ended > 0
 
 
 def test_native_alone_reports_its_mismatches_as_json(cli: Cli) -> None:

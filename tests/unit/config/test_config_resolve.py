@@ -191,6 +191,20 @@ REFUSED += [
 ]
 REFUSED += [({"global_batch_size": "7"}, "their product"), ({"tp_size": "2"}, "--tp 1 or 3")]
 REFUSED += [({"stack": "vime"}, "use --stack builtin"), ({"ray_address": "http://h:1"}, "own Ray head")]
+REFUSED += [
+    ({"rollout_stop": text}, "JSON list of non-empty") for text in ("[", "[]", "[1]", '[""]', '["a", null]', "[" * 9999)
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "stops"),
+    [("", ()), ("User:", ("User:",)), ('["\\n\\n", "User:"]', ("\n\n", "User:")), ('{"a": 1}', ('{"a": 1}',))],
+)
+def test_stop_texts(plan_for, text, stops):
+    flags = {"rollout_stop": text} if text else {}
+    plan = plan_for(**flags)[1].plan
+    assert plan.sampling.stop_strings == stops
+    assert plan_from_json(plan_to_json(plan)) == plan
 
 
 @pytest.mark.parametrize(("flags", "message"), REFUSED, ids=lambda part: str(part)[:40])

@@ -110,8 +110,10 @@ class RolloutEngine:
         if self.weights.config.tied:
             self.ops.pack([self.weights.embedding], drop_value=False)
         if self.ops.names["linear"] == self.ops.names["lm_head"] == "stock":
-            for weight in [*matrices, self.weights.head]:
-                prepack(weight)
+            for weight in matrices:
+                prepack(weight, drop_value=True)
+            if self.weights.config.tied:
+                prepack(self.weights.embedding)
 
     @property
     def unfinished(self) -> int:
