@@ -13,7 +13,8 @@ from rl_engine.diagnose.doctor import Diagnosis
 from rl_engine.diagnose.frame import Frame
 from rl_engine.diagnose.metrics import Metrics
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 420, 220, 58, 34, 26
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 420, 236, 58, 36, 34
+COLOURS = ("#4f86e8", "#d9822b")  # both readable on white and on black
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +113,7 @@ def _number(value: float) -> str:
 
 
 def svg(figure: Figure) -> str:
-    """One figure as an inline SVG element."""
+    """One figure as an inline SVG element that follows the page's width and text colour."""
     xs = [x for s in figure.series for x in s.x] or [0.0]
     ys = [y for s in figure.series for y in s.y] or [0.0]
     low_x, high_x = min(xs), max(xs)
@@ -126,27 +127,44 @@ def svg(figure: Figure) -> str:
         py = HEIGHT - BOTTOM - (y - low_y) / span_y * (HEIGHT - BOTTOM - TOP)
         return px, py
 
+    title = html.escape(figure.title)
     parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" role="img" '
-        f'aria-label="{html.escape(figure.title)}" font-family="sans-serif" font-size="11">',
-        f'<text x="{LEFT}" y="15" font-size="13">{html.escape(figure.title)}</text>',
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" style="max-width:100%;height:auto" role="img" '
+        f'aria-label="{title}" font-family="sans-serif" font-size="12" fill="currentColor">',
+        f'<text x="0" y="14" font-size="13" font-weight="600">{title}</text>',
+        *_legend(figure),
     ]
     zero = place(low_x, 0.0)[1]
-    parts.append(f'<line x1="{LEFT}" x2="{WIDTH - 10}" y1="{zero:.1f}" y2="{zero:.1f}" stroke="#999"/>')
-    for y in (low_y, high_y):
-        parts.append(f'<text x="{LEFT - 4}" y="{place(low_x, y)[1] + 4:.1f}" text-anchor="end">{_number(y)}</text>')
+    for y in sorted({low_y, 0.0, high_y, (low_y + high_y) / 2 if low_y == 0 else 0.0}):
+        at, strength = place(low_x, y)[1], "0.7" if y == 0 else "0.15"
+        parts.append(
+            f'<line x1="{LEFT}" x2="{WIDTH - 10}" y1="{at:.1f}" y2="{at:.1f}" stroke="currentColor" '
+            f'stroke-opacity="{strength}"/>'
+        )
+        parts.append(f'<text x="{LEFT - 4}" y="{at + 4:.1f}" text-anchor="end">{_number(y)}</text>')
     if not figure.labels:
         for x, anchor in ((min(xs), "start"), (max(xs), "end")):
             at = place(x, 0)[0]
             parts.append(f'<text x="{at:.1f}" y="{HEIGHT - 18}" text-anchor="{anchor}">{_number(x)}</text>')
     middle = (LEFT + WIDTH) / 2
-    label = html.escape(figure.x_label)
-    parts.append(
-        f'<text x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">{label} [{html.escape(figure.y_label)}]</text>'
-    )
+    label = html.escape(f"{figure.x_label} ({figure.y_label})" if figure.x_label else figure.y_label)
+    parts.append(f'<text x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">{label}</text>')
     for i, series in enumerate(figure.series):
-        parts += _marks(figure, series, ("#2563a8", "#d9822b")[i % 2], place, zero)
+        parts += _marks(figure, series, COLOURS[i % 2], place, zero)
     return "".join([*parts, "</svg>"])
+
+
+def _legend(figure: Figure) -> list[str]:
+    """Names of the lines, right of the title; none for a single one."""
+    if len(figure.series) < 2:
+        return []
+    parts, x = [], WIDTH - 10.0
+    for i, series in reversed(list(enumerate(figure.series))):
+        parts.append(f'<text x="{x:.0f}" y="14" text-anchor="end">{html.escape(series.name)}</text>')
+        x -= 7 * len(series.name) + 4
+        parts.append(f'<rect x="{x - 10:.0f}" y="6" width="9" height="9" fill="{COLOURS[i % 2]}"/>')
+        x -= 24
+    return parts
 
 
 def _marks(figure: Figure, series: Series, colour: str, place: object, zero: float) -> list[str]:
@@ -172,8 +190,8 @@ def _marks(figure: Figure, series: Series, colour: str, place: object, zero: flo
     return out
 
 
-def section(diagnosis: Diagnosis, metrics: Metrics) -> str:
-    """The section as an HTML fragment (``<section>``), every logged text escaped."""
+def section(diagnosis: Diagnosis, metrics: Metrics, heading: str = "Why it differs") -> str:
+    """The section as an HTML fragment (``<section>``), every logged text escaped; an empty heading is left out."""
     rows = "".join(
         f"<tr><td>{html.escape(CAUSES[f.cause].title)}</td><td>{f.score:.2f}</td>"
         f"<td>{html.escape(f.evidence.detail)}</td><td>{html.escape(CAUSES[f.cause].hint)}</td></tr>"
@@ -192,8 +210,9 @@ def section(diagnosis: Diagnosis, metrics: Metrics) -> str:
     )
     table = "".join(f"<tr><td>{html.escape(name)}</td><td>{value}</td></tr>" for name, value in numbers)
     drawings = "".join(svg(figure) for figure in figures(diagnosis))
+    title = f"<h2>{html.escape(heading)}</h2>" if heading else ""
     return (
-        f'<section class="diagnose"><h2>Why it differs</h2><p>{html.escape(diagnosis.log.source)}</p>'
+        f'<section class="diagnose">{title}<p>{html.escape(diagnosis.log.source)}</p>'
         f"<table><tr><th>cause</th><th>score</th><th>evidence</th><th>next check</th></tr>{rows}</table>"
         f"<table>{table}</table><div>{drawings}</div></section>"
     )

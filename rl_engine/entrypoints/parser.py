@@ -139,7 +139,8 @@ def _add_validate(parser: argparse.ArgumentParser) -> None:
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--include-unsealed", action="store_true", help="also runs without COMPLETE, marked")
-    parser.add_argument("--output", metavar="DIR", help="where the report is written")
+    parser.add_argument("--output", metavar="DIR", help="where the report is written (OUTPUT_ROOT/report)")
+    parser.add_argument("--tensorboard", action="store_true", help="also TensorBoard event files (its package needed)")
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:

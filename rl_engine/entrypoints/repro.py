@@ -211,6 +211,7 @@ def _report(args: argparse.Namespace) -> int:
         include_unsealed=args.include_unsealed,
         output=output,
         json_output=args.json,
+        tensorboard=args.tensorboard,
     )
 
 

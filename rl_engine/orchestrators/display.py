@@ -7,13 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from rl_engine.records.types import PairRecord, StepRecord
 
 Advance = Callable[[int, int], None]
+LIVE_STEPS = 8  # rows of the live table
 
 
 class _StderrConsole(Console):
@@ -24,26 +26,82 @@ class _StderrConsole(Console):
 
 
 class Display:
-    """Progress bars on a terminal; plain lines elsewhere."""
+    """On a terminal a live table of the latest steps above a bar; plain lines elsewhere."""
 
     def __init__(self) -> None:
         self.console = _StderrConsole(stderr=True, highlight=False, soft_wrap=True)
+        self._mode = ""
+        self._steps: list[StepRecord] = []
+        self._rollouts = 0
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False)
 
+    def step(self, mode: str, record: StepRecord, rollouts: int) -> None:
+        """A finished step of ``rollouts``. A terminal keeps the whole table once the run's last step is done."""
+        if not self.console.is_terminal:
+            self.say(step_line(mode, record, rollouts))
+            return
+        if mode != self._mode:
+            self._mode, self._steps = mode, []
+        self._rollouts = rollouts
+        self._steps.append(record)
+        if record.step + 1 >= rollouts:
+            self.console.print(live_table(mode, self._steps, rollouts))
+            self._mode, self._steps = "", []
+
     @contextlib.contextmanager
     def task(self, text: str) -> Iterator[Advance]:
-        """A bar while something runs; the callable takes (done, all)."""
+        """A bar while something runs, below the table of steps so far; the callable takes (done, all)."""
         if not self.console.is_terminal:
             yield lambda done, total: None
             return
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        with Progress(
-            *columns, console=self.console, transient=True, redirect_stdout=False, redirect_stderr=False
-        ) as progress:
-            task = progress.add_task(text, total=None)
+        progress = Progress(*columns, console=self.console)
+        task = progress.add_task(text, total=None)
+        parts = [live_table(self._mode, self._steps[-LIVE_STEPS:], self._rollouts)] if self._steps else []
+        with Live(
+            Group(*parts, progress),
+            console=self.console,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            refresh_per_second=8,
+        ):
             yield lambda done, total: progress.update(task, completed=done, total=total or None)
+
+
+def live_table(mode: str, steps: list[StepRecord], rollouts: int) -> Table:
+    """The given steps of a run, with the time that the rest is expected to take; within 80 columns."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("step", "mismatches", "max |dlogp|", "reward", "grad", "tok/s", "s/step"):
+        table.add_column(name, justify="left" if name == "step" else "right", no_wrap=True)
+    for record in steps:
+        share = f" ({record.mismatches / record.tokens_compared:.1%})" if record.mismatches else ""
+        table.add_row(
+            f"{mode} {record.step + 1}/{rollouts}",
+            f"{record.mismatches}{share}",
+            f"{record.max_abs_dlogp:.4g}",
+            f"{record.reward_mean:.2f}",
+            f"{record.grad_norm:.3f}",
+            f"{rollout_speed([record]):.1f}",
+            f"{total_seconds(record):.1f}",
+        )
+    left = rollouts - steps[-1].step - 1 if steps else 0
+    if left > 0:
+        table.caption = f"{left} steps left, about {time_left(steps, left)}"
+        table.caption_justify = "left"
+    return table
+
+
+def time_left(steps: list[StepRecord], left: int) -> str:
+    """``left`` steps at the pace of the given ones, in words."""
+    seconds = round(left * sum(map(total_seconds, steps)) / len(steps))
+    minutes, rest = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def step_line(mode: str, record: StepRecord, rollouts: int) -> str:

@@ -140,10 +140,11 @@ def make_run(run_dir: Path, mode: str = "consistency", **plan_changes: object) -
             writer.samples(version, batch)
             writer.step(make_step(version, batch))
             writer.log(f"step {version} done")
+    calls = max(7, plan.rollouts)
     for side, engine in workers[1:]:
         pairs = plan.providers.train if side == "train" else plan.providers.rollout
         routes = [
-            RouteRecord(side, name, provider, "bfloat16", "eager", 7, {"T<=64": 7})
+            RouteRecord(side, name, provider, "bfloat16", "eager", calls, {"T<=64": calls})
             for name, provider in pairs
             if name in CALLED[side]
         ]

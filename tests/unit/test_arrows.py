@@ -29,7 +29,7 @@ ARROWS: dict[str, frozenset[str]] = {
         "engines": "models parallel ops numerics records config",
         "checks": "records config numerics",
         "diagnose": "records config numerics",
-        "report": "records config numerics",
+        "report": "records config numerics checks diagnose",
         "prepare": "config data records",
         "orchestrators": "engines rewards data records config checks qualify numerics",
         "integrations": "entrypoints config",
@@ -173,6 +173,8 @@ def test_a_broken_machine_can_be_judged_without_torch() -> None:
         "checks.validate",
         "checks.doctor",
         "diagnose.cli",
+        "report.cli",
+        "report.page",
         "entrypoints.repro",
     )
     lines = [f"import rl_engine.{name}" for name in rooms]

@@ -1,0 +1,1 @@
+"""Records to tables, figures and one HTML file. Reads run directories; needs no torch and no engine."""

@@ -1,0 +1,261 @@
+"""What a report is made of: every run of an output root, read strictly, with a reason for each that is left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rl_engine.checks.seal import verify_seal
+from rl_engine.config.plan import Plan
+from rl_engine.records import paths
+from rl_engine.records.codec import RecordError, decode, parse_json, printable
+from rl_engine.records.errors import UserError
+from rl_engine.records.matrix import MatrixRecord, read_matrix
+from rl_engine.records.reader import RunReader
+from rl_engine.records.types import EnvironmentRecord, EventRecord, RouteFile, StateRecord, StepRecord, ValidationRecord
+from rl_engine.report.deltas import Deltas, measure_deltas
+
+BENCH_SCHEMA = "rlkernel.bench.v1"
+BENCH_LIMIT = 4 << 20
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RunView:
+    """One run as a report shows it. ``root`` is the verified root of its seal, empty for an unsealed run."""
+
+    run_dir: Path
+    run_id: str
+    plan: Plan
+    plan_digest: str
+    root: str
+    states: tuple[StateRecord, ...]
+    steps: tuple[StepRecord, ...]
+    events: tuple[EventRecord, ...]
+    validation: ValidationRecord | None
+    routes: tuple[RouteFile, ...]
+    environments: tuple[EnvironmentRecord, ...]
+    deltas: Deltas
+
+    @property
+    def mode(self) -> str:
+        return self.plan.mode
+
+    @property
+    def sealed(self) -> bool:
+        return bool(self.root)
+
+    @property
+    def tokens(self) -> int:
+        return sum(step.tokens_compared for step in self.steps)
+
+    @property
+    def mismatches(self) -> int:
+        return sum(step.mismatches for step in self.steps)
+
+    @property
+    def experiment(self) -> str:
+        """What groups the two runs of a pair."""
+        return self.plan.pair_id or self.run_id
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Largest memory of all processes together, where the run recorded it."""
+        found = [event.fields.get("peak_pss_bytes") for event in self.events if event.kind == "memory"]
+        sizes = [size for size in found if isinstance(size, int)]
+        return max(sizes, default=None)
+
+    @property
+    def started(self) -> str:
+        return self.states[0].time if self.states else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class LeftOut:
+    """A folder that is not in the report: why, and the command that would change it (empty when none does)."""
+
+    name: str
+    reason: str
+    command: str
+
+
+@dataclasses.dataclass(frozen=True)
+class PriceRow:
+    """One case of a benchmark file: seconds of each contestant and how much faster than stock it is."""
+
+    benchmark: str
+    case: str
+    contestant: str
+    seconds: float
+    per_second: float
+    unit: str
+    speed: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Prices:
+    """The benchmark files beside the runs, and the machines they name."""
+
+    rows: tuple[PriceRow, ...]
+    machines: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Collection:
+    """Everything a report shows. Runs are sorted by their first time stamp."""
+
+    output_root: Path
+    runs: tuple[RunView, ...]
+    left_out: tuple[LeftOut, ...]
+    matrices: tuple[MatrixRecord, ...]
+    prices: Prices
+
+    @property
+    def experiments(self) -> dict[str, tuple[RunView, ...]]:
+        """Runs by experiment, newest experiment first, native before consistency."""
+        groups: dict[str, list[RunView]] = {}
+        for run in self.runs:
+            groups.setdefault(run.experiment, []).append(run)
+        newest = sorted(groups, key=lambda name: max(run.started for run in groups[name]), reverse=True)
+        return {name: tuple(sorted(groups[name], key=lambda run: run.mode != "native")) for name in newest}
+
+
+def collect(output_root: Path, include_unsealed: bool) -> Collection:
+    """Read every run below ``output_root``; what cannot be shown is listed with its reason.
+
+    Raises:
+        UserError: ``output_root`` is not a folder.
+    """
+    if not output_root.is_dir():
+        raise UserError(
+            f"no folder {printable(str(output_root))}",
+            "an output root that holds runs",
+            "rlk-repro run makes one; --output-root, --workspace and RLK_REPRO_OUTPUT_ROOT name another",
+        )
+    runs: list[RunView] = []
+    left_out: list[LeftOut] = []
+    matrices: list[MatrixRecord] = []
+    prices: list[tuple[list[PriceRow], str]] = []
+    for entry in sorted(os.scandir(output_root), key=lambda item: item.name):
+        if entry.is_file(follow_symlinks=False) and entry.name.endswith(".json"):
+            _beside(output_root, entry.name, matrices, prices, left_out)
+        elif _is_run(output_root, entry):
+            found = _read(output_root, entry.name, include_unsealed)
+            runs.append(found) if isinstance(found, RunView) else left_out.append(found)
+    rows = tuple(row for part, _ in prices for row in part)
+    return Collection(
+        output_root=output_root.resolve(),
+        runs=tuple(sorted(runs, key=lambda run: (run.started, run.run_id))),
+        left_out=tuple(left_out),
+        matrices=tuple(matrices),
+        prices=Prices(rows, tuple(dict.fromkeys(machine for _, machine in prices))),
+    )
+
+
+def _is_run(output_root: Path, entry: os.DirEntry[str]) -> bool:
+    if entry.is_symlink():
+        return entry.is_dir() and (output_root / entry.name / paths.PLAN).is_file()
+    return entry.is_dir(follow_symlinks=False) and os.path.lexists(output_root / entry.name / paths.PLAN)
+
+
+def _read(output_root: Path, name: str, include_unsealed: bool) -> RunView | LeftOut:
+    """One run, or why it is not shown."""
+    run_dir, shown = output_root / name, printable(name, 160)
+    command = f"rlk-repro validate --run-dir {quoted(run_dir)} --seal"
+    try:
+        if run_dir.is_symlink():
+            return LeftOut(shown, "a link, which may lead anywhere", "")
+        paths.check_component(name, "run id")
+        reader = RunReader(run_dir)
+        root = ""
+        if reader.sealed:
+            finding = verify_seal(run_dir)[0]
+            if finding.status != "PASS":
+                return LeftOut(shown, f"its seal does not hold: {printable(finding.found)}", "")
+            root = finding.found.rpartition("root ")[2]
+        elif not include_unsealed:
+            return LeftOut(shown, f"not sealed ({_state(reader)})", command)
+        return _view(reader, root)
+    except (UserError, OSError) as error:
+        return LeftOut(shown, f"cannot be read: {printable(str(error))}", "")
+
+
+def _state(reader: RunReader) -> str:
+    states = reader.states()
+    return states[-1].name if states else "without a state"
+
+
+def _view(reader: RunReader, root: str) -> RunView:
+    plan_file = reader.plan()
+    plan = decode(Plan, plan_file.plan, paths.PLAN)
+    if plan.mode not in ("native", "consistency"):
+        raise RecordError(f"a plan of mode {plan.mode!r}", "native or consistency")
+    steps = reader.steps()
+    deltas = measure_deltas(reader, steps)
+    validations = reader.validations()
+    events = reader.events() if (reader.run_dir / paths.EVENTS).exists() else []
+    return RunView(
+        run_dir=reader.run_dir,
+        run_id=reader.run_id,
+        plan=plan,
+        plan_digest=plan_file.digest,
+        root=root,
+        states=tuple(reader.states()),
+        steps=tuple(steps),
+        events=tuple(events),
+        validation=validations[-1] if validations else None,
+        routes=tuple(reader.routes()),
+        environments=tuple(reader.environments()),
+        deltas=deltas,
+    )
+
+
+def quoted(path: Path) -> str:
+    """A path for a command line that is shown to a person."""
+    import shlex
+
+    return shlex.quote(printable(str(path)))
+
+
+def _beside(
+    root: Path,
+    name: str,
+    matrices: list[MatrixRecord],
+    prices: list[tuple[list[PriceRow], str]],
+    left_out: list[LeftOut],
+) -> None:
+    """A file beside the runs: a topology matrix, a benchmark, or something else, which is no one's business."""
+    try:
+        if name.endswith("-matrix.json"):
+            matrices.append(read_matrix(root / name))
+            return
+        if (root / name).stat().st_size > BENCH_LIMIT:
+            return
+        body = parse_json(paths.read_bounded(root.resolve(), name, BENCH_LIMIT), name)
+        if isinstance(body, dict) and body.get("schema") == BENCH_SCHEMA:
+            prices.append(_prices(body))
+    except (UserError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        if name.endswith("-matrix.json") or "bench" in name:
+            left_out.append(LeftOut(printable(name, 160), f"cannot be read: {printable(str(error))}", ""))
+
+
+def _prices(body: dict[str, Any]) -> tuple[list[PriceRow], str]:
+    rows = []
+    for case in body["cases"]:
+        for contestant, times in case["times"].items():
+            speed = case["speed"].get(contestant)
+            rows.append(
+                PriceRow(
+                    benchmark=str(body["benchmark"])[:80],
+                    case=str(case["case"])[:120],
+                    contestant=str(contestant)[:80],
+                    seconds=float(times["median"]),
+                    per_second=float(times["per_second"]),
+                    unit=str(case["unit"])[:40],
+                    speed=None if speed is None else float(speed),
+                )
+            )
+    machine = body.get("machine")
+    return rows, json.dumps(machine, sort_keys=True)[:2000] if isinstance(machine, dict) else ""
