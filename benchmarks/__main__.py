@@ -1,4 +1,4 @@
-"""``python -m benchmarks rollout|train|ops|parallel|e2e`` (also ``./rlk bench ...``).
+"""``python -m benchmarks rollout|train|ops|parallel|e2e|gpu`` (also ``./rlk bench ...``).
 
 Contestants take turns in one process (A B A B ...), so that a slow minute of the machine hits both. The table goes to
 standard error; the JSON goes to ``--out``, or to standard output.
@@ -41,12 +41,18 @@ def parser() -> argparse.ArgumentParser:
         if name != "ops":
             default = "the demo model" if name == "e2e" else "random weights of SmolLM2-135M's shape"
             child.add_argument("--model-root", type=Path, metavar="DIR", help=f"checkpoint ({default})")
+    verbs.add_parser("gpu", help="proofs and times of the GPU operators (its own flags: gpu --help)")
     return root
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one benchmark; exit code 0, or 2 for a wrong command line."""
-    options = parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["gpu"]:  # flags of its own: it times a device, not threads
+        from benchmarks.gpu.run import main as gpu
+
+        return gpu(words[1:])
+    options = parser().parse_args(words)
     cores = len(os.sched_getaffinity(0))
     options.threads = options.threads or cores
     options.rounds = options.rounds or (5 if options.full else 2)

@@ -31,6 +31,8 @@ REGISTRY: dict[str, dict[str, tuple[str, str]]] = {
         "cpu": ("linear.cpu", "CpuLinear"),
         "torch": ("linear.reference", "FallbackLinear"),
         "stock": ("linear.stock", "StockLinear"),
+        "triton": ("linear.triton", "TritonLinear"),
+        "cublaslt": ("linear.cublaslt", "LtLinear"),
     },
     "rms_norm": {
         "reference": ("rms_norm.reference", "ReferenceNorm"),
@@ -61,12 +63,15 @@ REGISTRY: dict[str, dict[str, tuple[str, str]]] = {
         "cpu": ("lm_head.cpu", "CpuHead"),
         "torch": ("lm_head.reference", "FallbackHead"),
         "stock": ("lm_head.stock", "StockHead"),
+        "triton": ("lm_head.triton", "TritonHead"),
+        "cublaslt": ("lm_head.cublaslt", "LtHead"),
     },
     "selected_logp": {
         "reference": ("selected_logp.reference", "ReferenceLogp"),
         "cpu": ("selected_logp.cpu", "CpuLogp"),
         "torch": ("selected_logp.reference", "ReferenceLogp"),
         "stock": ("selected_logp.stock", "StockLogp"),
+        "triton": ("selected_logp.triton", "TritonLogp"),
     },
     "sample": {
         "reference": ("sample.reference", "ReferenceSample"),
@@ -84,6 +89,7 @@ REGISTRY: dict[str, dict[str, tuple[str, str]]] = {
         "torch": ("grad_norm.reference", "ReferenceNormBins"),
     },
 }
+GPU = ("triton", "cublaslt")  # providers that need Triton and a GPU
 REGISTRY["qk_norm"] = REGISTRY["rms_norm"]
 OPERATORS = tuple(sorted(REGISTRY))
 
@@ -104,7 +110,12 @@ def provider(operator: str, name: str) -> Any:
 
 
 def uniform(name: str, update: str | None = None) -> dict[str, str]:
-    """One provider for every operator; ``stock`` has no sampler and optimizer of its own and takes ``update`` there."""
+    """One provider for every operator; ``stock`` has no sampler and optimizer of its own and takes ``update`` there.
+
+    ``gpu`` is the set of an NVIDIA GPU: products by the proven table (``cublaslt``), everything else in Triton.
+    """
+    if name == "gpu":
+        return {op: "cublaslt" if "cublaslt" in REGISTRY[op] else "triton" for op in OPERATORS}
     own = {"sample", "adamw", "grad_norm"}
     return {op: (update or "cpu") if name == "stock" and op in own else name for op in OPERATORS}
 

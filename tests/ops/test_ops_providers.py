@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from rl_engine.ops import OPERATORS, Operators, UnknownProvider, library, uniform
 from rl_engine.ops.functions import chain256_gemm
 from rl_engine.ops.layout import PackedLayout
-from rl_engine.ops.operators import REGISTRY, provider
+from rl_engine.ops.operators import GPU, REGISTRY, provider
 from rl_engine.ops.weight import Weight
 from tests.helpers.numeric import assert_bitwise, assert_close
 from tests.helpers.ops import assert_same, bf16_randn, differing, draw_keys, f32_randn, operators, random_weight, run
@@ -28,7 +29,9 @@ def test_memory_is_poisoned() -> None:
 def test_unknown_names_raise_and_name_what_exists() -> None:
     with pytest.raises(UnknownProvider, match=r"unknown operator 'conv'; known: adamw, attention, .*swiglu"):
         provider("conv", "cpu")
-    with pytest.raises(UnknownProvider, match="'cuda' of linear; known: cpu, reference, stock, torch"):
+    with pytest.raises(
+        UnknownProvider, match="'cuda' of linear; known: cpu, cublaslt, reference, stock, torch, triton"
+    ):
         provider("linear", "cuda")
     with pytest.raises(UnknownProvider, match="'stock' of sample; known: cpu, reference, torch"):
         provider("sample", "stock")
@@ -39,6 +42,8 @@ def test_unknown_names_raise_and_name_what_exists() -> None:
 @pytest.mark.parametrize(("operator", "name"), [(o, n) for o in OPERATORS for n in REGISTRY[o]])
 def test_every_registered_provider_exists_and_defines_its_kernels(operator: str, name: str) -> None:
     """No method is left at the base class's assertion."""
+    if name in GPU and importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
     made = provider(operator, name)
     if name == "stock":
         assert callable(made) or any(hasattr(made, method) for method in ("packed", "logits", "score"))

@@ -17,7 +17,7 @@ VISIBLE = {".ci", ".gitignore"}
 BINARY = {".so", ".safetensors", ".npy", ".parquet", ".png", ".gz"}
 CODE = ("rl_engine", "benchmarks", "tests")
 
-TREE_SUM = "rl_engine/ops/triton_tree.py"  # the one file that may call tl.sum: it writes the contract's tree
+TREE_SUM = "rl_engine/ops/triton_functions.py"  # the one file that may call tl.sum: it writes the contract's tree
 MAKES_A_PICKLE = "tests/unit/checks/test_checks_security.py"  # proves that none is ever opened
 REGISTRIES = "|".join(
     ("py" + r"pi\.org", "python" + r"hosted\.org", "download\\.py" + r"torch\.org", "artifact" + "ory")

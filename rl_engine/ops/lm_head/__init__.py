@@ -23,3 +23,10 @@ class HeadProvider:
     def add_weight_gradient(self, dz: Tensor, hidden: Tensor, columns: tuple[int, int], grad: Tensor) -> None:
         """rows ``columns`` of grad fp32 [V, H] += chain over tokens of dz and hidden (one fold unit)."""
         raise AssertionError("a provider defines add_weight_gradient")
+
+    def add_unit_gradients(
+        self, dz: Tensor, hidden: Tensor, bounds: list[tuple[int, int]], columns: tuple[int, int], grad: Tensor
+    ) -> None:
+        """``add_weight_gradient`` of every fold unit ``bounds`` (first, last + 1 of the rows), ascending."""
+        for first, last in bounds:
+            self.add_weight_gradient(dz[first:last], hidden[first:last], columns, grad)

@@ -48,7 +48,7 @@ def check_targets(targets: Tensor, vocabulary: int, mask: Tensor | None) -> None
     if targets.numel() and not (int(targets.min()) >= 0 and int(targets.max()) < vocabulary):
         raise ValueError(f"a target lies outside the vocabulary of {vocabulary}")
     if mask is not None:
-        inside = (mask[torch.arange(targets.numel()), targets // 8].long() >> (targets % 8)) & 1
+        inside = (mask[torch.arange(targets.numel(), device=targets.device), targets // 8].long() >> (targets % 8)) & 1
         if not bool(inside.all()):
             raise ValueError(f"target of row {int(inside.argmin())} lies outside its retained set")
 
@@ -63,8 +63,9 @@ class LogpState:
     zs_target: Tensor
 
     @staticmethod
-    def empty(rows: int) -> LogpState:
-        m, l, w, zs = torch.full((rows,), -torch.inf), torch.zeros(rows), torch.zeros(rows), torch.zeros(rows)
+    def empty(rows: int, device: torch.device | None = None) -> LogpState:
+        m = torch.full((rows,), -torch.inf, dtype=torch.float32, device=device)
+        l, w, zs = (torch.zeros(rows, dtype=torch.float32, device=device) for _ in range(3))
         return LogpState(m, l, w, zs)
 
 
@@ -96,10 +97,41 @@ class LogpProvider:
         """dz bf16 [T, n] from logits z fp32 [T, n] and coefficients c fp32 [T]."""
         raise AssertionError("a provider defines logits_gradient")
 
+    def merge_group(
+        self,
+        hidden: Tensor,
+        weight: Weight,
+        columns: tuple[int, int],
+        inv_t: float,
+        mask: Tensor | None,
+        targets: Tensor,
+        state: LogpState,
+        head: HeadProvider,
+    ) -> None:
+        """Merges the group ``columns`` of hidden bf16 [T, H] into ``state``; the head's GEMM included."""
+        z = head.logits(hidden, weight, columns)
+        self.merge_columns(z, columns[0], weight.shape[0], inv_t, mask, targets, state)
+
+    def group_gradient(
+        self,
+        hidden: Tensor,
+        weight: Weight,
+        columns: tuple[int, int],
+        inv_t: float,
+        mask: Tensor | None,
+        targets: Tensor,
+        state: LogpState,
+        c: Tensor,
+        head: HeadProvider,
+    ) -> Tensor:
+        """dz bf16 [T, n] of the group ``columns``, its logits recomputed."""
+        z = head.logits(hidden, weight, columns)
+        return self.logits_gradient(z, columns[0], inv_t, mask, targets, state, c)
+
     def from_logits(self, z: Tensor, targets: Tensor, temperature: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """(logp, entropy) fp32 [T] from all logits z fp32 [T, V]."""
         check_targets(targets, z.shape[1], mask)
-        state = LogpState.empty(z.shape[0])
+        state = LogpState.empty(z.shape[0], z.device)
         self.merge_columns(z, 0, z.shape[1], inverse_temperature(temperature), mask, targets, state)
         return self.finish(state)
 
@@ -142,11 +174,11 @@ class _Score(torch.autograd.Function):
         head: HeadProvider,
         provider: LogpProvider,
     ) -> tuple[Tensor, Tensor]:
-        chosen = hidden[rows]
-        state = LogpState.empty(rows.numel())
-        for first, last in groups(weight.shape[0]):
-            z = head.logits(chosen, weight, (first, last))
-            provider.merge_columns(z, first, weight.shape[0], inv_t, mask, targets, state)
+        # Rows are distinct and ascend: as many as there are tokens are all of them.
+        chosen = hidden if rows.numel() == hidden.shape[0] else hidden[rows]
+        state = LogpState.empty(rows.numel(), hidden.device)
+        for columns in groups(weight.shape[0]):
+            provider.merge_group(chosen, weight, columns, inv_t, mask, targets, state, head)
         logp, entropy = provider.finish(state)
         ctx.save_for_backward(chosen, targets, rows)
         ctx.weight, ctx.inv_t, ctx.mask, ctx.layout, ctx.shape = weight, inv_t, mask, layout, hidden.shape
@@ -159,16 +191,19 @@ class _Score(torch.autograd.Function):
         chosen, targets, rows = ctx.saved_tensors
         weight: Weight = ctx.weight
         c = (-c).contiguous()  # autograd hands over dL/dlogp; the contract's c multiplies p - [v = y]
-        dh = torch.zeros(chosen.shape, dtype=torch.float32)
-        bounds = torch.searchsorted(rows, ctx.layout.unit_offsets).tolist()
-        for first, last in groups(weight.shape[0]):
-            z = ctx.head.logits(chosen, weight, (first, last))
-            dz = ctx.provider.logits_gradient(z, first, ctx.inv_t, ctx.mask, targets, ctx.state, c)
-            ctx.head.add_input_gradient(dz, weight, (first, last), dh)
+        dh = torch.zeros(chosen.shape, dtype=torch.float32, device=chosen.device)
+        ends = torch.searchsorted(rows, ctx.layout.unit_offsets.to(rows.device)).tolist()
+        bounds = [(start, stop) for start, stop in itertools.pairwise(ends) if stop > start]
+        for columns in groups(weight.shape[0]):
+            dz = ctx.provider.group_gradient(
+                *(chosen, weight, columns, ctx.inv_t, ctx.mask, targets, ctx.state, c, ctx.head)
+            )
+            ctx.head.add_input_gradient(dz, weight, columns, dh)
             if weight.grad is not None:
-                for start, stop in itertools.pairwise(bounds):
-                    if stop > start:
-                        ctx.head.add_weight_gradient(dz[start:stop], chosen[start:stop], (first, last), weight.grad)
-        d_hidden = torch.zeros(ctx.shape, dtype=torch.bfloat16)
+                ctx.head.add_unit_gradients(dz, chosen, bounds, columns, weight.grad)
+            del dz
+        if chosen.shape[0] == ctx.shape[0]:
+            return dh.bfloat16(), *([None] * 8)
+        d_hidden = torch.zeros(ctx.shape, dtype=torch.bfloat16, device=dh.device)
         d_hidden[rows] = dh.bfloat16()
         return d_hidden, *([None] * 8)

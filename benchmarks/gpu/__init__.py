@@ -1,0 +1,108 @@
+"""``python -m benchmarks gpu``: proves and times the GPU operators in one call on one device.
+
+A family is one module of this folder with three names:
+
+- ``SOURCES``: repository paths of the code it measures; their digest is stored with every result;
+- ``prove(device)``: yields :class:`Proof` rows, operators against their anchors and controls that must be caught;
+- ``measure(device)``: yields :class:`Row` rows, one per figure of the table of musts.
+
+Both are generators: what they yielded before their time ran out is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SCHEMA = "rlkernel.gpu.v1"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+# family -> module; a module that a checkout lacks is an error, nothing is skipped silently.
+FAMILIES: dict[str, str] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One figure.
+
+    Attributes:
+        name: what was measured, with its sizes.
+        value: the figure; a ratio (times as fast as the baseline), or a share of a limit.
+        must, aim: bounds of the figure; None where the table names none.
+        baseline: what the figure is relative to, in words.
+        at_most: True where smaller is better (memory).
+        detail: times in microseconds, choices and sizes behind the figure.
+    """
+
+    name: str
+    value: float
+    must: float | None
+    aim: float | None
+    baseline: str
+    at_most: bool = False
+    detail: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def verdict(self) -> str:
+        """``aim``, ``must`` or ``missed``; ``seen`` where no bound exists."""
+        reached = [
+            bound is not None and (self.value <= bound if self.at_most else self.value >= bound)
+            for bound in (self.aim, self.must)
+        ]
+        if self.must is None:
+            return "seen"
+        return "aim" if reached[0] else "must" if reached[1] else "missed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """One comparison of bits. A control must differ, everything else must not."""
+
+    name: str
+    elements: int
+    differing: int
+    control: bool = False
+
+    @property
+    def holds(self) -> bool:
+        return (self.differing > 0) == self.control
+
+
+def digest(sources: tuple[str, ...]) -> str:
+    """SHA-256 over the named files of the checkout; a folder stands for its Python files."""
+    files = [
+        file
+        for source in sources
+        for file in (sorted((ROOT / source).rglob("*.py")) if (ROOT / source).is_dir() else [ROOT / source])
+    ]
+    total = hashlib.sha256()
+    for file in files:
+        total.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return total.hexdigest()
+
+
+@dataclasses.dataclass
+class Result:
+    """All rows of one family."""
+
+    family: str
+    digest: str
+    device: dict[str, Any]
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    proofs: list[Proof] = dataclasses.field(default_factory=list)
+    ended: str = "complete"
+
+    def json(self) -> str:
+        body = {"schema": SCHEMA, **dataclasses.asdict(self)}
+        body["rows"] = [{**dataclasses.asdict(row), "verdict": row.verdict()} for row in self.rows]
+        return json.dumps(body, indent=1) + "\n"
+
+
+def stored(family: str) -> dict[str, Any] | None:
+    """The committed result of a family, None before its first."""
+    path = RESULTS / f"gpu-{family}.json"
+    return json.loads(path.read_text()) if path.is_file() else None

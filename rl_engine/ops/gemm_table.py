@@ -1,0 +1,210 @@
+"""Which proven kernel runs a matrix product on this GPU: one choice per (kind, shape, rows), written by ``qualify``.
+
+Every choice has the same bits, so the table changes speed alone; it still names only candidates that were proven on
+this device with these versions and these sources, and a table of another device, driver, version or source is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_engine.ops import cublaslt, triton_gemm
+from rl_engine.ops.library import cache_folder
+from rl_engine.ops.triton_gemm import Tile
+
+NAME = "gemm-table.json"
+SCHEMA = "rlkernel.gemm-table.v1"
+KINDS = ("forward", "residual", "dx", "logits", "dh", "fold")
+
+
+class NotQualified(RuntimeError):
+    """No proof that holds here; the message says what is missing and which command makes one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A Triton tile, or an algorithm of cuBLASLt (hex); ``microseconds`` when it was chosen."""
+
+    tile: Tile | None
+    algorithm: str | None
+    microseconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert (self.tile is None) != (self.algorithm is None)
+
+    @property
+    def provider(self) -> str:
+        return "triton" if self.tile is not None else "cublaslt"
+
+
+@dataclasses.dataclass
+class Table:
+    """Choices and what they hold for.
+
+    Attributes:
+        identity: device, driver, versions and sources.
+        entries: "kind columns x depth" -> [(rows, choice)], rows ascending; a choice holds up to its rows, the last one
+            beyond.
+        digest: SHA-256 over identity, choices and proven cases.
+    """
+
+    identity: dict[str, str]
+    entries: dict[str, list[tuple[int, Choice]]]
+    digest: str = ""
+
+    def choose(self, kind: str, columns: int, depth: int, rows: int, *, near: bool = False) -> Choice:
+        """The choice for a product of ``rows``; with ``near`` that of the nearest shape of the kind.
+
+        Raises:
+            NotQualified: the shape was not proven.
+        """
+        found = self.entries.get(key(kind, columns, depth))
+        if found is None and near:
+            found = self._nearest(kind, columns, depth)
+        if not found:
+            raise NotQualified(
+                f"{kind} of {columns} x {depth} was not proven on this GPU: run rlk-repro qualify with this model"
+            )
+        return next((choice for most, choice in found if rows <= most), found[-1][1])
+
+    def _nearest(self, kind: str, columns: int, depth: int) -> list[tuple[int, Choice]] | None:
+        """The entry of the kind that has one axis in common and the other nearest."""
+        best, distance = None, math.inf
+        for name, found in self.entries.items():
+            other, shape = name.split(" ")
+            n, k = (int(word) for word in shape.split("x"))
+            if other == kind and (n == columns) != (k == depth):
+                gap = abs(math.log(n / columns)) + abs(math.log(k / depth))
+                best, distance = (found, gap) if gap < distance else (best, distance)
+        return best
+
+    def json(self) -> str:
+        entries = {
+            name: [[rows, dataclasses.asdict(choice)] for rows, choice in found] for name, found in self.entries.items()
+        }
+        body = {"schema": SCHEMA, "identity": self.identity, "digest": self.digest, "entries": entries}
+        return json.dumps(body, indent=1, sort_keys=True)
+
+    @staticmethod
+    def parse(text: str) -> Table:
+        """
+        Raises:
+            ValueError, KeyError, TypeError: the text is no table.
+        """
+        body = json.loads(text)
+        if body["schema"] != SCHEMA:
+            raise ValueError(f"schema {body['schema']}, expected {SCHEMA}")
+        entries = {
+            name: [(int(rows), _choice(choice)) for rows, choice in found] for name, found in body["entries"].items()
+        }
+        return Table(dict(body["identity"]), entries, str(body["digest"]))
+
+
+def _choice(body: dict[str, Any]) -> Choice:
+    tile = None if body["tile"] is None else Tile(**body["tile"])
+    return Choice(tile, body["algorithm"], float(body["microseconds"]))
+
+
+def key(kind: str, columns: int, depth: int) -> str:
+    assert kind in KINDS, kind
+    return f"{kind} {columns}x{depth}"
+
+
+@functools.cache
+def sources() -> str:
+    """SHA-256 over the code that a proof is about."""
+    total, folder = hashlib.sha256(), Path(__file__).parent
+    for name in ("triton_gemm.py", "cublaslt.py", "gemm_table.py", "triton_functions.py"):
+        total.update(name.encode() + b"\0" + (folder / name).read_bytes() + b"\0")
+    return total.hexdigest()
+
+
+@functools.cache
+def identity() -> dict[str, str]:
+    """What a proof holds for: device, driver, library versions and sources."""
+    import triton
+
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "device": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": str(properties.multi_processor_count),
+        "driver": driver(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cublaslt": str(cublaslt.version()) if torch.version.cuda else "none",
+        "sources": sources(),
+    }
+
+
+def driver() -> str:
+    """The kernel driver's version, as the management library says it.
+
+    Raises:
+        NotQualified: it says nothing; a proof could not name what it holds for.
+    """
+    import ctypes
+
+    text = ctypes.create_string_buffer(96)
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        silent = library.nvmlInit_v2() or library.nvmlSystemGetDriverVersion(text, 96)
+    except OSError as error:
+        raise NotQualified(f"the driver's version is unknown: {error}") from error
+    if silent:
+        raise NotQualified("the driver's version is unknown: the management library does not answer")
+    return text.value.decode()
+
+
+def path() -> Path:
+    return cache_folder() / NAME
+
+
+@functools.cache
+def current() -> Table:
+    """The table of this machine, read once.
+
+    Raises:
+        NotQualified: there is none, or it was made for something else.
+    """
+    try:
+        table = Table.parse(path().read_text())
+    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        raise NotQualified("the GPU's matrix products are not proven here: run rlk-repro qualify") from error
+    changed = [name for name, value in identity().items() if table.identity.get(name) != value]
+    if changed:
+        raise NotQualified(f"the proof is stale (other {' and '.join(changed)}): run rlk-repro qualify")
+    return table
+
+
+def keep(table: Table) -> None:
+    """Writes the table for this machine and puts it in force."""
+    target = path()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = target.with_suffix(".tmp")
+    fresh.write_text(table.json())
+    fresh.replace(target)
+    current.cache_clear()
+
+
+def run(choice: Choice, a: Tensor, b: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
+    """``out = a b^T`` (+ residual) by a choice."""
+    if choice.tile is not None:
+        triton_gemm.product(a, b, out, choice.tile, residual)
+    else:
+        assert choice.algorithm is not None
+        cublaslt.product(a, b, out, bytes.fromhex(choice.algorithm), residual)
+
+
+def aligned(*operands: Tensor | None) -> bool:
+    """Whether every operand can be read by the copy engine; what cannot takes a pointer tile, with the same bits."""
+    return all(x is None or triton_gemm.copyable(x) for x in operands)
