@@ -15,6 +15,7 @@ from rl_engine.config.plan import Plan
 from rl_engine.engines.evidence import route_records
 from rl_engine.engines.types import Request, Sample, UpdateResult, WeightSnapshot
 from rl_engine.numerics.contract import Contract
+from rl_engine.orchestrators.memory import return_memory
 from rl_engine.orchestrators.tokens import Tokenizer
 from rl_engine.records.environment import collect_environment, source_record
 from rl_engine.records.types import EnvironmentRecord, RouteRecord, Side, ThreadSettings
@@ -63,6 +64,7 @@ class _Worker(abc.ABC):
         self.qualification = self._prove() if self.plan.mode == "consistency" else None
         self.mesh = join(self.plan, self.side, self.rank, self.store)
         self._open_engine()
+        return_memory()
 
     @abc.abstractmethod
     def _open_engine(self) -> None:
@@ -131,6 +133,7 @@ class TrainWorker(_Worker):
         self._report(0, 0)
         logprobs = self.engine.score(samples, self._report)
         reference = self.engine.score_reference(samples) if self.plan.loss.kl_coef > 0 else None
+        return_memory()
         return logprobs, reference, time.perf_counter() - started
 
     def step(
@@ -139,6 +142,7 @@ class TrainWorker(_Worker):
         self._report(0, 0)
         result = self.engine.step(samples, advantages, old, reference, self._report)
         self.engine.release_gradients()
+        return_memory()
         return result
 
     def export(self) -> tuple[WeightSnapshot, dict[str, str]]:
@@ -180,6 +184,7 @@ class RolloutWorker(_Worker):
     def load_weights(self, *snapshots: WeightSnapshot) -> None:
         """This rank's rows of the trainer ranks' snapshots."""
         self._digests = self.engine.load_weights(snapshots)
+        return_memory()
 
     def routes(self) -> list[RouteRecord]:
         return route_records(self.engine.ops.routes(), self.side)
