@@ -56,12 +56,14 @@ def _floats(values: np.ndarray) -> tuple[float, ...]:
 def _by_position(frame: Frame) -> Figure:
     edges = np.unique(np.quantile(frame.position, np.linspace(0, 1, 41)))
     bins = np.clip(np.searchsorted(edges, frame.position, side="right") - 1, 0, max(len(edges) - 2, 0))
-    count = np.maximum(np.bincount(bins), 1)
-    x = _floats(np.bincount(bins, weights=frame.position) / count)
-    series = (
-        Series("mean |gap|", x, _floats(np.bincount(bins, weights=np.abs(frame.gap)) / count)),
-        Series("mean gap", x, _floats(np.bincount(bins, weights=frame.gap) / count)),
-    )
+    count = np.bincount(bins)
+    held = count > 0  # quantiles of few positions leave bins without a token
+
+    def mean(values: np.ndarray) -> tuple[float, ...]:
+        return _floats(np.bincount(bins, weights=values)[held] / count[held])
+
+    x = mean(frame.position.astype(np.float64))
+    series = (Series("mean |gap|", x, mean(np.abs(frame.gap))), Series("mean gap", x, mean(frame.gap)))
     return Figure("position", "Gap against position", "absolute position", "nats", "line", series)
 
 
@@ -161,7 +163,7 @@ def _legend(figure: Figure) -> list[str]:
     parts, x = [], WIDTH - 10.0
     for i, series in reversed(list(enumerate(figure.series))):
         parts.append(f'<text x="{x:.0f}" y="14" text-anchor="end">{html.escape(series.name)}</text>')
-        x -= 7 * len(series.name) + 4
+        x -= 7.6 * len(series.name) + 4
         parts.append(f'<rect x="{x - 10:.0f}" y="6" width="9" height="9" fill="{COLOURS[i % 2]}"/>')
         x -= 24
     return parts

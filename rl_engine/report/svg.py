@@ -120,7 +120,7 @@ def _lines(chart: Chart, places: list[float], y_of: Scale) -> list[str]:
             if len(run) > 1:
                 parts.append(f'<polyline class="line {series.role}{dash}" points="{" ".join(run)}"/>')
             run = []
-        if len(places) <= 48 and not series.dashed:
+        if len(places) <= 24 and not series.dashed:
             shape = _square if series.role == "native" else _circle
             parts += [
                 shape(place, y_of(value), series.role)
@@ -139,7 +139,7 @@ def _square(x: float, y: float, role: str) -> str:
 
 
 def _bars(chart: Chart, places: list[float], y_of: Scale) -> list[str]:
-    """Groups of bars; a zero stands as a line on the axis, so that 0 and 'no bar' are not the same."""
+    """Groups of bars. In a figure of few bars a zero stands as a line on the axis, with its number."""
     parts = []
     room = _INNER_W / max(len(places), 1) * 0.78
     wide = min(room / max(len(chart.series), 1), 46.0)
@@ -151,6 +151,8 @@ def _bars(chart: Chart, places: list[float], y_of: Scale) -> list[str]:
             x = place + (number - len(chart.series) / 2) * wide
             y = y_of(value)
             top, tall = min(y, zero), abs(zero - y)
+            if value == 0 and len(places) > 8:
+                continue
             if tall < 2.0:
                 top, tall = zero - 2.0, 2.0
             parts.append(

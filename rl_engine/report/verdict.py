@@ -19,12 +19,18 @@ def hero(collection: Collection) -> dict[str, Any]:
     sealed = sum(run.sealed for run in collection.runs)
     return {
         "state": state,
-        "eyebrow": f"{len(collection.runs)} runs in {len(collection.experiments)} experiments, {sealed} sealed",
+        "eyebrow": f"{counted(len(collection.runs), 'run')} in {counted(len(collection.experiments), 'experiment')}, "
+        f"{sealed} sealed",
         "headline": headline,
         "lead": lead,
         "sides": [_side(mode, runs) for mode, runs in sides.items() if runs],
         "tiles": _tiles(collection),
     }
+
+
+def counted(number: int, what: str) -> str:
+    """``1 run``, ``2 runs``."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def _total(runs: Sequence[RunView]) -> tuple[int, int]:
@@ -44,7 +50,9 @@ def _words(native: Sequence[RunView], consistency: Sequence[RunView]) -> tuple[s
         return "bad", f"Not exact: {shown(differing)} of {shown(tokens)} logprobs differ", lead
     headline = f"Exact: 0 of {shown(tokens)} logprobs differ"
     if bad:
-        lead = f"But {len(bad)} of these runs did not pass every gate, so this is not proven: see the gates below."
+        lead = (
+            f"But {counted(len(bad), 'run')} here did not pass every gate, so nothing is proven: see the gates below."
+        )
         return "warn", headline, lead
     if not native:
         lead = "There is no native run beside it: without a control, zero may only mean that nothing could differ."
@@ -129,7 +137,7 @@ def _gates(runs: Sequence[RunView]) -> dict[str, str]:
     parts = [f"{failed} failed"] if failed else []
     warned = len(findings) - passed - failed
     parts += [f"{warned} with a warning"] if warned else []
-    parts += [f"{missing} runs not validated"] if missing else []
+    parts += [f"{counted(missing, 'run')} not validated"] if missing else []
     return _tile("Gates passed", f"{passed} of {len(findings)}", ", ".join(parts) or "over all runs", state)
 
 

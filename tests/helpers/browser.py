@@ -64,6 +64,7 @@ class Browser:
         self._session = self._call("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self._call(f"{domain}.enable")
+        self._call("Emulation.setFocusEmulationEnabled", enabled=True)
         return self
 
     def __exit__(

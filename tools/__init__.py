@@ -1,0 +1,1 @@
+"""Makes the generated pages of docs/: ``python -m tools.docs``."""
