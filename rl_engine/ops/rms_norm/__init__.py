@@ -38,6 +38,18 @@ class NormProvider:
         ascending."""
         raise AssertionError("a provider defines unit_sums")
 
+    def add_gain(self, sums: Tensor, grad: Tensor) -> None:
+        """grad fp32 [width] += sums [units, heads, width]: heads folded ascending from +0, units ascending."""
+        add_gain(sums, grad)
+
+    def gradients(self, dy: Tensor, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None) -> Tensor:
+        """dx; the gain's gradient is added into ``weight.grad`` where the weight trains."""
+        dx, terms = self.backward(dy, x, weight, eps, weight.grad is not None)
+        if terms is not None:
+            assert layout is not None and weight.grad is not None
+            self.add_gain(self.unit_sums(as_heads(terms), layout), weight.grad)
+        return dx
+
     def __call__(self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None = None) -> Tensor:
         if not torch.is_grad_enabled():
             return self.forward(x, weight, eps)
@@ -70,8 +82,5 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        grad = ctx.weight.grad
-        dx, terms = ctx.provider.backward(dy.contiguous(), x, ctx.weight, ctx.eps, grad is not None)
-        if grad is not None:
-            add_gain(ctx.provider.unit_sums(as_heads(terms), ctx.layout), grad)
+        dx = ctx.provider.gradients(dy.contiguous(), x, ctx.weight, ctx.eps, ctx.layout)
         return dx, None, None, None, None

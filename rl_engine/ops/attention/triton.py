@@ -1,0 +1,341 @@
+"""Attention on a GPU, in Triton: launches, tiles and the cache of the built-in engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from rl_engine.numerics.contract import Contract
+from rl_engine.ops.attention import AttentionProvider, Runs, run_rows
+from rl_engine.ops.attention.paged import PagedBatch, PagedCache
+from rl_engine.ops.attention.triton_backward import attention_delta_kernel, attention_dkv_kernel, attention_dq_kernel
+from rl_engine.ops.attention.triton_decode import attention_decode_kernel, attention_merge_kernel, kv_store_kernel
+from rl_engine.ops.attention.triton_forward import attention_fwd_kernel
+from rl_engine.ops.layout import PackedLayout
+from rl_engine.ops.triton_functions import launch
+
+SPLIT = Contract().kv_split
+LOG2_E = 1.44269504088896341
+DECODE_ROWS = 16  # query rows of one KV head that the decode kernel takes
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How a kernel is cut; every choice gives the same bits.
+
+    Attributes:
+        queries: query rows of a program, or of a step of the dK and dV kernel.
+        keys: keys of a step, or of a program of the dK and dV kernel.
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+FORWARD = {32: Tile(128, 64, 4, 3), 64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 2)}
+PREFILL = {32: Tile(128, 64, 4, 5), 64: Tile(128, 64, 4, 5), 128: Tile(128, 64, 8, 3)}
+DECODE = {32: Tile(16, 64, 4, 7), 64: Tile(16, 64, 4, 7), 128: Tile(16, 64, 4, 5)}
+DQ = {32: Tile(128, 64, 4, 2), 64: Tile(128, 64, 4, 2), 128: Tile(128, 64, 8, 2)}
+DKV = {32: Tile(64, 128, 8, 2), 64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2)}
+
+
+def scales(width: int) -> tuple[float, float]:
+    """(fp32(D^-1/2 log2 e), fp32(D^-1/2)), each from fp64."""
+    values = torch.tensor([width**-0.5 * LOG2_E, width**-0.5], dtype=torch.float64).float().tolist()
+    return values[0], values[1]
+
+
+def _check(*tensors: Tensor) -> None:
+    for x in tensors:
+        if x.shape[2] not in FORWARD:
+            known = ", ".join(str(width) for width in FORWARD)
+            raise ValueError(f"the triton attention provider knows head_dim {known}, not {x.shape[2]}")
+        assert x.dtype == torch.bfloat16 and x.stride(2) == 1, (x.dtype, x.stride())
+
+
+def _items(rows: Iterable[tuple[int, int, int, int]], device: torch.device) -> Tensor:
+    return torch.tensor(list(rows), dtype=torch.int32).view(-1, 4).to(device)
+
+
+def _pieces(first: int, count: int, size: int) -> list[tuple[int, int]]:
+    """(position, count) of the tiles of ``size`` that cover ``count`` positions from ``first``."""
+    return [(start, min(size, first + count - start)) for start in range(first, first + count, size)]
+
+
+@functools.lru_cache(maxsize=32)
+def _query_tiles(layout: PackedLayout, runs: Runs, size: int, whole: bool, device: torch.device) -> Tensor:
+    """int32 [tiles, 4]: row, position, count, the sample's first row. Rows count over the runs, or (``whole``) over
+    all tokens. Longest first."""
+    offsets, done, tiles = layout.offsets.tolist(), 0, []
+    for sample, first, count in runs:
+        row = offsets[sample] if whole else done - first
+        tiles += [(row + at, at, n, offsets[sample]) for at, n in _pieces(first, count, size)]
+        done += count
+    return _items(sorted(tiles, key=lambda tile: -tile[1]), device)
+
+
+@functools.lru_cache(maxsize=32)
+def _key_tiles(layout: PackedLayout, runs: Runs, size: int, device: torch.device) -> Tensor:
+    """int32 [tiles, 4]: position, count, the sample's first row and length. Most queries first."""
+    offsets, tiles = layout.offsets.tolist(), []
+    for sample, first, count in runs:
+        length = layout.lengths[sample]
+        tiles += [(at, n, offsets[sample], length) for at, n in _pieces(first, count, size)]
+    return _items(sorted(tiles, key=lambda tile: tile[0] - tile[3]), device)
+
+
+def by_head(rows: int, heads: int, device: torch.device) -> Tensor:
+    """fp32 [rows, heads], stored head by head."""
+    return torch.empty(heads, rows, dtype=torch.float32, device=device).t()
+
+
+def _head_stride(x: Tensor) -> tuple[Tensor, int]:
+    """A per-row, per-head tensor with neighbouring rows, and its head stride."""
+    if x.shape[0] > 1 and x.stride(0) != 1:
+        x = x.t().contiguous().t()
+    return x, x.stride(1)
+
+
+def forward_tiles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    items: Tensor,
+    tables: Tensor,
+    page: int,
+    out: Tensor,
+    lse: Tensor | None,
+    tile: Tile,
+) -> None:
+    """Attention of query tiles over joined keys (page 0, k and v [T, kv_heads, D]) or over pages (k and v [pages,
+    kv_heads, page, D])."""
+    _check(q, k[0] if page else k, v[0] if page else v)
+    heads, width, kv_heads = q.shape[1], q.shape[2], k.shape[1]
+    k_strides = (k.stride(2), k.stride(1), k.stride(0)) if page else (k.stride(0), k.stride(1), 0)
+    v_strides = (v.stride(2), v.stride(1), v.stride(0)) if page else (v.stride(0), v.stride(1), 0)
+    launch(
+        attention_fwd_kernel,
+        (heads * items.shape[0],),
+        *(q, k, v, out, out if lse is None else lse, items, tables, scales(width)[0]),
+        *(q.stride(0), q.stride(1), *k_strides, *v_strides, out.stride(0), out.stride(1)),
+        *(0 if lse is None else lse.stride(1), tables.stride(0), heads),
+        warps=tile.warps,
+        stages=tile.stages,
+        GROUP=heads // kv_heads,
+        D=width,
+        M=tile.queries,
+        PAGE=page,
+        WITH_LSE=lse is not None,
+        STAGES=tile.stages,
+    )
+
+
+def decode(
+    q: Tensor, k: Tensor, v: Tensor, items: Tensor, tables: Tensor, queries: int, splits: int, out: Tensor, tile: Tile
+) -> None:
+    """Attention of samples with at most ``queries`` new tokens each over pages (k and v [pages, kv_heads, page, D]).
+
+    items int32 [S, 4] on the device: first row of q, its position, count, row of ``tables``; they may change between
+    replays of a graph. No sample may be longer than ``splits`` KV splits.
+    """
+    _check(q, k[0], v[0])
+    heads, width, kv_heads, samples = q.shape[1], q.shape[2], k.shape[1], items.shape[0]
+    assert queries * (heads // kv_heads) <= tile.queries, "too many queries for the decode kernel"
+    direct, state = splits == 1, (q.shape[0], heads, splits)
+    o, l, mu = out, out, out
+    if not direct:
+        o = torch.empty(*state, width, dtype=torch.float32, device=q.device)
+        l, mu = (torch.empty(state, dtype=torch.float32, device=q.device) for _ in range(2))
+    launch(
+        attention_decode_kernel,
+        (kv_heads, splits, samples),
+        *(q, k, v, out, out, o, l, mu, items, tables, scales(width)[0]),
+        *(q.stride(0), q.stride(1), k.stride(2), k.stride(1), k.stride(0), v.stride(2), v.stride(1), v.stride(0)),
+        *(out.stride(0), out.stride(1), 0, tables.stride(0), heads, splits),
+        warps=tile.warps,
+        stages=tile.stages,
+        GROUP=heads // kv_heads,
+        D=width,
+        DV=width,
+        M=tile.queries,
+        PAGE=k.shape[2],
+        DIRECT=direct,
+        WITH_LSE=False,
+        STAGES=tile.stages,
+    )
+    if not direct:
+        launch(
+            attention_merge_kernel,
+            (heads, queries, samples),
+            *(o, l, mu, out, out, items, out.stride(0), out.stride(1), 0, heads, splits),
+            warps=1,
+            D=width,
+            WITH_LSE=False,
+            STAGES=4,
+        )
+
+
+def store(k: Tensor, v: Tensor, slots: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
+    """Copies k, v [T, kv_heads, D] into the slots (int64 [T]) of pages [pages, kv_heads, page, D]."""
+    _check(k, v)
+    tokens, kv_heads, width = k.shape
+    launch(
+        kv_store_kernel,
+        (-(-tokens // 16), kv_heads),
+        *(k, v, slots, k_pages, v_pages, tokens, k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+        *(k_pages.stride(0), k_pages.stride(1), k_pages.stride(2)),
+        *(v_pages.stride(0), v_pages.stride(1), v_pages.stride(2), k_pages.shape[2]),
+        warps=4,
+        R=16,
+        D=width,
+    )
+
+
+class TritonCache(PagedCache):
+    """Keys and values [pages, kv_heads, page, D] per layer, bf16, on the GPU. Fresh pages hold NaN."""
+
+    def __init__(self, layers: int, kv_heads: int, width: int, pages: int, page: int, device: torch.device) -> None:
+        super().__init__(0, kv_heads, width, pages, page)
+        shape = (pages, kv_heads, page, width)
+        self.k, self.v = ([_nan(shape, device) for _ in range(layers)] for _ in range(2))
+
+    def grow(self, pages: int) -> None:
+        for tensors in (self.k, self.v):
+            for layer, old in enumerate(tensors):
+                tensors[layer] = torch.cat([old, _nan((pages - self.pages, *old.shape[1:]), old.device)])
+        self._free.extend(range(self.pages, pages))
+        self.pages = pages
+
+
+def _nan(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.full(shape, torch.nan, dtype=torch.bfloat16, device=device)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """One pass over a cache: what the two kernels take, on the device."""
+
+    slots: Tensor
+    tables: Tensor
+    tiles: Tensor
+    few: Tensor
+    queries: int
+    splits: int
+
+
+def _plan(batch: PagedBatch, group: int, size: int, device: torch.device) -> _Plan:
+    """Samples with few new tokens go to the decode kernel, all others are cut into tiles; made once a batch."""
+    plans: dict[tuple[int, int, torch.device], _Plan] = batch.__dict__.setdefault("_triton", {})
+    key = (group, size, device)
+    if key not in plans:
+        rows, starts = batch.q_offsets.tolist(), batch.q_position.tolist()
+        tiles, few, queries, longest = [], [], 0, 0
+        for s, (row, start, count) in enumerate(zip(rows, starts, batch.q_offsets.diff().tolist(), strict=False)):
+            if count * group <= DECODE_ROWS:
+                few.append((row, start, count, s))
+                queries, longest = max(queries, count), max(longest, start + count)
+            else:
+                tiles += [(row + at - start, at, n, s) for at, n in _pieces(start, count, size)]
+        tiles.sort(key=lambda tile: -tile[1])
+        plans[key] = _Plan(
+            *(batch.slots.to(device), batch.table.to(device), _items(tiles, device), _items(few, device)),
+            *(queries, -(-longest // SPLIT)),
+        )
+    return plans[key]
+
+
+class TritonAttention(AttentionProvider):
+    def forward_runs(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, runs: Runs) -> tuple[Tensor, Tensor]:
+        tile = FORWARD.get(q.shape[2], FORWARD[128])
+        out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+        lse = by_head(q.shape[0], q.shape[1], q.device)
+        items = _query_tiles(layout, runs, tile.queries, False, q.device)
+        forward_tiles(q, k, v, items, items, 0, out, lse, tile)
+        return out, lse
+
+    def new_cache(self, layers: int, kv_heads: int, width: int, pages: int, page: int) -> PagedCache:
+        return TritonCache(layers, kv_heads, width, pages, page, torch.device("cuda", torch.cuda.current_device()))
+
+    def cached(self, q: Tensor, k: Tensor, v: Tensor, cache: PagedCache, layer: int, batch: PagedBatch) -> Tensor:
+        keys, values = cache.k[layer], cache.v[layer]
+        tile = PREFILL.get(q.shape[2], PREFILL[128])
+        plan = _plan(batch, q.shape[1] // k.shape[1], tile.queries, q.device)
+        store(k, v, plan.slots, keys, values)
+        out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+        if plan.tiles.shape[0]:
+            forward_tiles(q, keys, values, plan.tiles, plan.tables, cache.page, out, None, tile)
+        if plan.few.shape[0]:
+            cut = DECODE[q.shape[2]]
+            decode(q, keys, values, plan.few, plan.tables, plan.queries, plan.splits, out, cut)
+        return out
+
+    def delta(self, dout: Tensor, out: Tensor) -> Tensor:
+        _check(dout, out)
+        rows, heads, width = out.shape
+        delta = by_head(rows, heads, out.device)
+        launch(
+            attention_delta_kernel,
+            (-(-rows // 32), heads),
+            *(dout, out, delta, rows, dout.stride(0), dout.stride(1), out.stride(0), out.stride(1), delta.stride(1)),
+            warps=4,
+            R=32,
+            D=width,
+        )
+        return delta
+
+    def backward_runs(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        layout: PackedLayout,
+        runs: Runs,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        _check(dout, q, k, v)
+        heads, width, kv_heads = q.shape[1], q.shape[2], k.shape[1]
+        dq, dk, dv = (torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) for x in (q, k, v))
+        (lse, lse_head), (delta, delta_head) = _head_stride(lse), _head_stride(delta)
+        inputs = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *dout.stride()[:2])
+        tile = DQ[width]
+        items = _query_tiles(layout, runs, tile.queries, True, q.device)
+        launch(
+            attention_dq_kernel,
+            (heads * items.shape[0],),
+            *(q, k, v, dout, lse, delta, dq, items, *scales(width), *inputs, *dq.stride()[:2]),
+            *(lse_head, delta_head, heads),
+            warps=tile.warps,
+            stages=tile.stages,
+            GROUP=heads // kv_heads,
+            D=width,
+            M=tile.queries,
+            N=tile.keys,
+            STAGES=tile.stages,
+        )
+        tile = DKV[width]
+        items = _key_tiles(layout, runs, tile.keys, q.device)
+        launch(
+            attention_dkv_kernel,
+            (kv_heads * items.shape[0],),
+            *(q, k, v, dout, lse, delta, dk, dv, items, *scales(width), *inputs, *dk.stride()[:2], *dv.stride()[:2]),
+            *(lse_head, delta_head, kv_heads),
+            warps=tile.warps,
+            stages=tile.stages,
+            GROUP=heads // kv_heads,
+            D=width,
+            M=tile.queries,
+            N=tile.keys,
+            STAGES=tile.stages,
+        )
+        if sum(count for _, _, count in runs) == q.shape[0]:
+            return dq, dk, dv
+        rows = run_rows(layout, runs).to(q.device)
+        return dq[rows], dk[rows], dv[rows]
