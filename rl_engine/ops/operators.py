@@ -25,6 +25,7 @@ REGISTRY: dict[str, dict[str, tuple[str, str]]] = {
         "cpu": ("embedding.cpu", "CpuEmbedding"),
         "torch": ("embedding.reference", "ReferenceEmbedding"),
         "stock": ("embedding.stock", "StockEmbedding"),
+        "triton": ("embedding.triton", "TritonEmbedding"),
     },
     "linear": {
         "reference": ("linear.reference", "ReferenceLinear"),
@@ -39,24 +40,28 @@ REGISTRY: dict[str, dict[str, tuple[str, str]]] = {
         "cpu": ("rms_norm.cpu", "CpuNorm"),
         "torch": ("rms_norm.reference", "ReferenceNorm"),
         "stock": ("rms_norm.stock", "StockNorm"),
+        "triton": ("rms_norm.triton", "TritonNorm"),
     },
     "rope": {
         "reference": ("rope.reference", "ReferenceRope"),
         "cpu": ("rope.cpu", "CpuRope"),
         "torch": ("rope.reference", "ReferenceRope"),
         "stock": ("rope.stock", "StockRope"),
+        "triton": ("rope.triton", "TritonRope"),
     },
     "attention": {
         "reference": ("attention.reference", "ReferenceAttention"),
         "cpu": ("attention.cpu", "CpuAttention"),
         "torch": ("attention.reference", "FallbackAttention"),
         "stock": ("attention.stock", "StockAttention"),
+        "triton": ("attention.triton", "TritonAttention"),
     },
     "swiglu": {
         "reference": ("swiglu.reference", "ReferenceSwiglu"),
         "cpu": ("swiglu.cpu", "CpuSwiglu"),
         "torch": ("swiglu.reference", "ReferenceSwiglu"),
         "stock": ("swiglu.stock", "StockSwiglu"),
+        "triton": ("swiglu.triton", "TritonSwiglu"),
     },
     "lm_head": {
         "reference": ("lm_head.reference", "ReferenceHead"),
@@ -77,16 +82,19 @@ REGISTRY: dict[str, dict[str, tuple[str, str]]] = {
         "reference": ("sample.reference", "ReferenceSample"),
         "cpu": ("sample.cpu", "CpuSample"),
         "torch": ("sample.reference", "ReferenceSample"),
+        "triton": ("sample.triton", "TritonSample"),
     },
     "adamw": {
         "reference": ("adamw.reference", "ReferenceAdam"),
         "cpu": ("adamw.cpu", "CpuAdam"),
         "torch": ("adamw.reference", "ReferenceAdam"),
+        "triton": ("adamw.triton", "TritonAdam"),
     },
     "grad_norm": {
         "reference": ("grad_norm.reference", "ReferenceNormBins"),
         "cpu": ("grad_norm.cpu", "CpuNormBins"),
         "torch": ("grad_norm.reference", "ReferenceNormBins"),
+        "triton": ("grad_norm.triton", "TritonNormBins"),
     },
 }
 GPU = ("triton", "cublaslt")  # providers that need Triton and a GPU

@@ -55,7 +55,7 @@ def random_weight(*shape: int, seed: int, scale: float = 0.1, trains: bool = Tru
 def in_nan(x: Tensor, before: int = 5, behind: int = 7) -> Tensor:
     """The values of ``x`` [T, ...] as a view whose rows lie apart, with NaN between, in front and behind."""
     width = x[0].numel()
-    store = torch.full((x.shape[0] + 2, before + width + behind), torch.nan, dtype=x.dtype)
+    store = torch.full((x.shape[0] + 2, before + width + behind), torch.nan, dtype=x.dtype, device=x.device)
     view = store[1:-1, before : before + width].unflatten(1, x.shape[1:])
     view.copy_(x)
     return view

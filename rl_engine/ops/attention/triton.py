@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -38,11 +38,22 @@ class Tile:
     stages: int
 
 
-FORWARD = {32: Tile(128, 64, 4, 3), 64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 2)}
-PREFILL = {32: Tile(128, 64, 4, 5), 64: Tile(128, 64, 4, 5), 128: Tile(128, 64, 8, 3)}
-DECODE = {32: Tile(16, 64, 4, 7), 64: Tile(16, 64, 4, 7), 128: Tile(16, 64, 4, 5)}
-DQ = {32: Tile(128, 64, 4, 2), 64: Tile(128, 64, 4, 2), 128: Tile(128, 64, 8, 2)}
-DKV = {32: Tile(64, 128, 8, 2), 64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2)}
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The tiles of every kernel: packed forward, prefill and decode over pages, dQ, and dK with dV."""
+
+    forward: Tile
+    prefill: Tile
+    decode: Tile
+    dq: Tile
+    dkv: Tile
+
+
+_SMALL = Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 5), Tile(16, 64, 4, 7), Tile(128, 64, 4, 2), Tile(64, 128, 8, 2))
+_LARGE = Tiles(Tile(128, 64, 8, 2), Tile(128, 64, 8, 3), Tile(16, 64, 4, 7), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2))
+TILES = {32: _SMALL, 64: _SMALL, 128: _LARGE}
+_ONE_WARP = Tile(16, 64, 1, 1)
+ANCHOR = dict.fromkeys(TILES, Tiles(_ONE_WARP, _ONE_WARP, _ONE_WARP, Tile(16, 16, 1, 1), Tile(16, 16, 1, 1)))
 
 
 def scales(width: int) -> tuple[float, float]:
@@ -53,8 +64,8 @@ def scales(width: int) -> tuple[float, float]:
 
 def _check(*tensors: Tensor) -> None:
     for x in tensors:
-        if x.shape[2] not in FORWARD:
-            known = ", ".join(str(width) for width in FORWARD)
+        if x.shape[2] not in TILES:
+            known = ", ".join(str(width) for width in TILES)
             raise ValueError(f"the triton attention provider knows head_dim {known}, not {x.shape[2]}")
         assert x.dtype == torch.bfloat16 and x.stride(2) == 1, (x.dtype, x.stride())
 
@@ -137,7 +148,16 @@ def forward_tiles(
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, items: Tensor, tables: Tensor, queries: int, splits: int, out: Tensor, tile: Tile
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    items: Tensor,
+    tables: Tensor,
+    queries: int,
+    splits: int,
+    out: Tensor,
+    lse: Tensor | None,
+    tile: Tile,
 ) -> None:
     """Attention of samples with at most ``queries`` new tokens each over pages (k and v [pages, kv_heads, page, D]).
 
@@ -149,15 +169,16 @@ def decode(
     assert queries * (heads // kv_heads) <= tile.queries, "too many queries for the decode kernel"
     direct, state = splits == 1, (q.shape[0], heads, splits)
     o, l, mu = out, out, out
+    lse_head = 0 if lse is None else lse.stride(1)
     if not direct:
         o = torch.empty(*state, width, dtype=torch.float32, device=q.device)
         l, mu = (torch.empty(state, dtype=torch.float32, device=q.device) for _ in range(2))
     launch(
         attention_decode_kernel,
         (kv_heads, splits, samples),
-        *(q, k, v, out, out, o, l, mu, items, tables, scales(width)[0]),
+        *(q, k, v, out, out if lse is None else lse, o, l, mu, items, tables, scales(width)[0]),
         *(q.stride(0), q.stride(1), k.stride(2), k.stride(1), k.stride(0), v.stride(2), v.stride(1), v.stride(0)),
-        *(out.stride(0), out.stride(1), 0, tables.stride(0), heads, splits),
+        *(out.stride(0), out.stride(1), lse_head, tables.stride(0), heads, splits),
         warps=tile.warps,
         stages=tile.stages,
         GROUP=heads // kv_heads,
@@ -166,17 +187,17 @@ def decode(
         M=tile.queries,
         PAGE=k.shape[2],
         DIRECT=direct,
-        WITH_LSE=False,
+        WITH_LSE=lse is not None,
         STAGES=tile.stages,
     )
     if not direct:
         launch(
             attention_merge_kernel,
             (heads, queries, samples),
-            *(o, l, mu, out, out, items, out.stride(0), out.stride(1), 0, heads, splits),
+            *(o, l, mu, out, out if lse is None else lse, items, out.stride(0), out.stride(1), lse_head, heads, splits),
             warps=1,
             D=width,
-            WITH_LSE=False,
+            WITH_LSE=lse is not None,
             STAGES=4,
         )
 
@@ -251,8 +272,14 @@ def _plan(batch: PagedBatch, group: int, size: int, device: torch.device) -> _Pl
 
 
 class TritonAttention(AttentionProvider):
+    """``tiles`` by head_dim; ``ANCHOR``'s are those whose bits all others must have: one warp, one step in flight."""
+
+    def __init__(self, tiles: Mapping[int, Tiles] = TILES) -> None:
+        self.tiles = tiles
+
     def forward_runs(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, runs: Runs) -> tuple[Tensor, Tensor]:
-        tile = FORWARD.get(q.shape[2], FORWARD[128])
+        _check(q, k, v)
+        tile = self.tiles[q.shape[2]].forward
         out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
         lse = by_head(q.shape[0], q.shape[1], q.device)
         items = _query_tiles(layout, runs, tile.queries, False, q.device)
@@ -264,15 +291,16 @@ class TritonAttention(AttentionProvider):
 
     def cached(self, q: Tensor, k: Tensor, v: Tensor, cache: PagedCache, layer: int, batch: PagedBatch) -> Tensor:
         keys, values = cache.k[layer], cache.v[layer]
-        tile = PREFILL.get(q.shape[2], PREFILL[128])
+        _check(q, k, v)
+        tile = self.tiles[q.shape[2]].prefill
         plan = _plan(batch, q.shape[1] // k.shape[1], tile.queries, q.device)
         store(k, v, plan.slots, keys, values)
         out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
         if plan.tiles.shape[0]:
             forward_tiles(q, keys, values, plan.tiles, plan.tables, cache.page, out, None, tile)
         if plan.few.shape[0]:
-            cut = DECODE[q.shape[2]]
-            decode(q, keys, values, plan.few, plan.tables, plan.queries, plan.splits, out, cut)
+            cut = self.tiles[q.shape[2]].decode
+            decode(q, keys, values, plan.few, plan.tables, plan.queries, plan.splits, out, None, cut)
         return out
 
     def delta(self, dout: Tensor, out: Tensor) -> Tensor:
@@ -305,7 +333,7 @@ class TritonAttention(AttentionProvider):
         dq, dk, dv = (torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) for x in (q, k, v))
         (lse, lse_head), (delta, delta_head) = _head_stride(lse), _head_stride(delta)
         inputs = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *dout.stride()[:2])
-        tile = DQ[width]
+        tile = self.tiles[width].dq
         items = _query_tiles(layout, runs, tile.queries, True, q.device)
         launch(
             attention_dq_kernel,
@@ -320,7 +348,7 @@ class TritonAttention(AttentionProvider):
             N=tile.keys,
             STAGES=tile.stages,
         )
-        tile = DKV[width]
+        tile = self.tiles[width].dkv
         items = _key_tiles(layout, runs, tile.keys, q.device)
         launch(
             attention_dkv_kernel,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_engine.numerics.contract import Contract
 from rl_engine.ops.layout import PackedLayout
-from rl_engine.ops.rms_norm.triton import TritonNorm, pieces_of, row_mean, shape_of
+from rl_engine.ops.rms_norm.triton import TritonNorm, pieces_of, shape_of
 from rl_engine.ops.rope import RopeProvider, RopeTable
 from rl_engine.ops.triton_functions import inverse_root, launch, tree_columns, tree_rows
 from rl_engine.ops.weight import Weight

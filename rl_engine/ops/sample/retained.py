@@ -27,15 +27,32 @@ def retained_mask(z: Tensor, inv_t: float, top_k: int, top_p: float) -> Tensor |
     zs = z * f32(inv_t) + f32(0.0)
     order = torch.sort(zs, dim=1, descending=True, stable=True)
     count = vocabulary if top_k < 0 else min(top_k, vocabulary)
-    keep = torch.zeros(z.shape, dtype=torch.bool)
+    keep = torch.zeros(z.shape, dtype=torch.bool, device=z.device)
     if top_p >= 1.0:
         keep.scatter_(1, order.indices[:, :count], True)
     else:
         values = order.values[:, :count]
-        mass = (exp(values - values[:, :1]).double() * 2.0**32).floor().long()
+        mass = _mass(values)
         sums = mass.cumsum(1)
         targets = [math.ceil(top_p * float(total)) for total in sums[:, -1].tolist()]
-        length = (sums < torch.tensor(targets)[:, None]).sum(1).add(1).clamp(max=count)
-        inside = torch.arange(count)[None] < length[:, None]
+        length = (sums < torch.tensor(targets, device=z.device)[:, None]).sum(1).add(1).clamp(max=count)
+        inside = torch.arange(count, device=z.device)[None] < length[:, None]
         keep.scatter_(1, order.indices[:, :count], inside)
-    return torch.from_numpy(np.packbits(keep.numpy(), axis=1, bitorder="little"))
+    return _packed(keep)
+
+
+def _mass(values: Tensor) -> Tensor:
+    """int64 q of values fp32 [R, n] in descending order, with the exp of the device they are on."""
+    if values.is_cuda:
+        from rl_engine.ops.sample.triton import descending_mass
+
+        return descending_mass(values)
+    return (exp(values - values[:, :1]).double() * 2.0**32).floor().long()
+
+
+def _packed(keep: Tensor) -> Tensor:
+    """uint8 [R, ceil(V / 8)] of bool [R, V], lowest bit first."""
+    if not keep.is_cuda:
+        return torch.from_numpy(np.packbits(keep.numpy(), axis=1, bitorder="little"))
+    eights = torch.nn.functional.pad(keep, (0, -keep.shape[1] % 8)).unflatten(1, (-1, 8))
+    return (eights.long() << torch.arange(8, device=keep.device)).sum(2).to(torch.uint8)

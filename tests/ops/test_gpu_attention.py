@@ -1,0 +1,291 @@
+"""Attention on a GPU: every tile against the anchor's bits, training form = chunked prefill = paged decode, gradients,
+and the wrong orders that must be caught."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_engine.ops.layout import PackedLayout
+from tests.helpers.gpu import attention_fp64, differing, needs_gpu, on_gpu, replaced
+from tests.helpers.numeric import assert_bitwise, assert_close
+from tests.helpers.ops import bf16_randn, in_nan, order_revealing
+
+pytestmark = [pytest.mark.gpu, needs_gpu]
+
+HEADS = [(8, 2, 128), (6, 2, 64), (3, 1, 128)]
+WHY = "bf16 roundings of p, dS and the result"
+
+
+def same(actual: Tensor, expected: Tensor, what: str) -> None:
+    assert_bitwise(actual.cpu().contiguous(), expected.cpu().contiguous(), what)
+
+
+def qkv(tokens: int, heads: tuple[int, int, int], scale: float = 1.0) -> tuple[Tensor, ...]:
+    q, kv, width = heads
+    return on_gpu(
+        bf16_randn(tokens, q, width, seed=1, scale=scale),
+        bf16_randn(tokens, kv, width, seed=2),
+        bf16_randn(tokens, kv, width, seed=3),
+    )
+
+
+def anchor() -> Any:
+    from rl_engine.ops.attention.triton import ANCHOR, TritonAttention
+
+    return TritonAttention(ANCHOR)
+
+
+def provider(*choice: tuple[int, int, int, int]) -> Any:
+    """One tile choice for every kernel: (queries, keys, warps, stages) of forward, dq and dkv."""
+    from rl_engine.ops.attention.triton import TILES, Tile, Tiles, TritonAttention
+
+    if not choice:
+        return TritonAttention()
+    forward, dq, dkv = (Tile(*tile) for tile in choice)
+    return TritonAttention(dict.fromkeys(TILES, Tiles(forward, forward, TILES[128].decode, dq, dkv)))
+
+
+CHOICES = [
+    (),
+    ((128, 64, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2)),
+    ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3)),
+    ((16, 64, 4, 2), (64, 32, 4, 2), (32, 128, 8, 2)),
+]
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("lengths", [(1, 63, 64, 65), (1023,), (1024, 17), (1025,), (2100, 130)], ids=str)
+def test_every_tile_has_the_anchors_bits(heads: tuple[int, int, int], lengths: tuple[int, ...]) -> None:
+    layout = PackedLayout(lengths, (len(lengths),))
+    q, k, v = qkv(layout.tokens, heads, 2.0)
+    dout = bf16_randn(*q.shape, seed=4).cuda()
+    out, lse = anchor().forward_packed(q, k, v, layout)
+    assert not bool(lse.isnan().any()) and not bool(out.isnan().any())
+    gradients = anchor().backward_packed(dout, q, k, v, out, lse, layout)
+    for choice in CHOICES:
+        tested = provider(*choice)
+        found, found_lse = tested.forward_packed(*(in_nan(x) for x in (q, k, v)), layout)
+        same(found, out, f"{choice} output")
+        same(found_lse, lse, f"{choice} LSE")
+        for name, a, b in zip(
+            ("dq", "dk", "dv"), tested.backward_packed(dout, q, k, v, out, lse, layout), gradients, strict=True
+        ):
+            same(a, b, f"{choice} {name}")
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_values_are_close_to_fp64(heads: tuple[int, int, int]) -> None:
+    lengths = (1, 130, 1100)
+    layout = PackedLayout(lengths, (3,))
+    q, k, v = qkv(layout.tokens, heads)
+    dout = bf16_randn(*q.shape, seed=4).cuda()
+    out, lse = provider().forward_packed(q, k, v, layout)
+    expected = attention_fp64(q, k, v, dout, lengths)
+    found = (out, *provider().backward_packed(dout, q, k, v, out, lse, layout))
+    for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        top = float(b.abs().max())
+        assert_close(a.cpu(), b.cpu(), rtol=2e-2, atol=5e-3 * top, why=f"{name}: {WHY}")
+
+
+def test_values_are_close_to_the_reference() -> None:
+    from rl_engine.ops.attention.reference import ReferenceAttention
+
+    layout = PackedLayout((1, 65, 100), (3,))
+    q, k, v = qkv(166, (4, 2, 64))
+    out, lse = provider().forward_packed(q, k, v, layout)
+    expected, natural = ReferenceAttention().forward_packed(q.cpu(), k.cpu(), v.cpu(), layout)
+    assert_close(out.cpu(), expected, rtol=2**-7, atol=2e-3, why="one bf16 rounding either way")
+    assert_close(lse.cpu() * 0.6931471805599453, natural, rtol=1e-6, atol=2e-6, why="base 2 against base e")
+
+
+def cached(tested: Any, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], page: int, chunk: int) -> Tensor:
+    """All samples together through the cache: chunks of ``chunk`` tokens, the last five tokens one by one."""
+    pages = 3 + sum(-(-n // page) for n in lengths)
+    cache = tested.new_cache(1, k.shape[1], k.shape[2], pages, page)
+    handles, starts = [cache.join() for _ in lengths], [0] * len(lengths)
+    offsets = [0]
+    for n in lengths:
+        offsets.append(offsets[-1] + n)
+    out = torch.full_like(q, torch.nan)
+    while any(start < n for start, n in zip(starts, lengths, strict=True)):
+        live = [i for i, n in enumerate(lengths) if starts[i] < n]
+        counts = [min(chunk, lengths[i] - starts[i] - 5) if lengths[i] - starts[i] > 5 else 1 for i in live]
+        batch = cache.batch([handles[i] for i in live], [starts[i] for i in live], counts)
+        places = torch.cat([torch.arange(n) + offsets[i] + starts[i] for i, n in zip(live, counts, strict=True)]).cuda()
+        out[places] = tested.cached(q[places], k[places], v[places], cache, 0, batch)
+        for i, n in zip(live, counts, strict=True):
+            starts[i] += n
+    return out
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize(("page", "chunk"), [(16, 100), (64, 1000), (256, 3)], ids=str)
+def test_prefill_and_decode_over_pages_have_the_training_forms_bits(
+    heads: tuple[int, int, int], page: int, chunk: int
+) -> None:
+    """Fresh pages hold NaN, so a key behind the last one would show."""
+    lengths = (5, 131, 1030) if chunk == 3 else (5, 131, 1030, 2055)
+    layout = PackedLayout(lengths, (len(lengths),))
+    q, k, v = qkv(layout.tokens, heads, 2.0)
+    expected = anchor().forward_packed(q, k, v, layout)[0]
+    same(cached(provider(), q, k, v, lengths, page, chunk), expected, f"page {page}, chunks of {chunk}")
+
+
+def decode_once(
+    length: int, kernel_tile: tuple[int, int, int, int], heads: tuple[int, int, int] = (8, 2, 128)
+) -> tuple[Tensor, Tensor]:
+    """(output, LSE) of one new token of one sample."""
+    from rl_engine.ops.attention.triton import Tile, by_head, decode, store
+
+    q, k, v = qkv(length, heads, 2.0)
+    pages = -(-length // 64)
+    shape = (pages, heads[1], 64, heads[2])
+    keys, values = (torch.full(shape, torch.nan, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    store(k, v, torch.arange(length).cuda(), keys, values)
+    items = torch.tensor([[0, length - 1, 1, 0]], dtype=torch.int32, device="cuda")
+    table = torch.arange(pages, dtype=torch.int32, device="cuda")[None]
+    out, found = torch.empty_like(q[-1:]), by_head(1, heads[0], q.device)
+    decode(q[-1:], keys, values, items, table, 1, -(-length // 1024), out, found, Tile(*kernel_tile))
+    return out, found
+
+
+@pytest.mark.parametrize("tile", [(16, 64, 1, 1), (16, 64, 2, 3), (16, 64, 4, 5), (16, 64, 8, 7)], ids=str)
+@pytest.mark.parametrize("length", [1, 64, 1000, 1025, 3000])
+def test_decode_has_the_anchors_lse(tile: tuple[int, int, int, int], length: int) -> None:
+    q, k, v = qkv(length, (8, 2, 128), 2.0)
+    out, lse = anchor().forward_packed(q, k, v, PackedLayout((length,), (1,)))
+    found, found_lse = decode_once(length, tile)
+    same(found, out[-1:], "output")
+    same(found_lse, lse[-1:], "LSE")
+
+
+def test_order_revealing_values() -> None:
+    """+2^22 and -2^22 among the values: an order of keys that differs shows in the output."""
+    layout = PackedLayout((1300,), (1,))
+    q, k, _ = qkv(1300, (4, 1, 128), 0.0)
+    v = order_revealing(128, 1300, seed=3).T.contiguous()[:, None].cuda()
+    expected = anchor().forward_packed(q, k, v, layout)[0]
+    for choice in CHOICES:
+        same(provider(*choice).forward_packed(q, k, v, layout)[0], expected, str(choice))
+    backwards = anchor().forward_packed(q, k, v.flip(0).contiguous(), layout)[0]
+    assert differing(backwards[-1], expected[-1]) > 50, "the control: keys in another order"
+
+
+def test_a_sample_does_not_depend_on_its_batch_mates_nor_a_group_on_others() -> None:
+    lengths = (65, 1, 1130)
+    layout = PackedLayout(lengths, (3,))
+    q, k, v = qkv(1196, (4, 2, 64))
+    dout = bf16_randn(*q.shape, seed=9).cuda()
+    out, lse = provider().forward_packed(q, k, v, layout)
+    whole = provider().backward_packed(dout, q, k, v, out, lse, layout)
+    for first, length in ((0, 65), (65, 1), (66, 1130)):
+        part = slice(first, first + length)
+        alone, one = (q[part], k[part], v[part]), PackedLayout((length,), (1,))
+        a, a_lse = provider().forward_packed(*alone, one)
+        same(a, out[part], f"output of {length} alone")
+        same(a_lse, lse[part], f"LSE of {length} alone")
+        found = provider().backward_packed(dout[part], *alone, a, a_lse, one)
+        for name, x, y in zip(("dq", "dk", "dv"), found, whole, strict=True):
+            same(x, y[part], f"{name} of {length} alone")
+    second = (q[:, 2:], k[:, 1:], v[:, 1:])
+    a, a_lse = provider().forward_packed(*second, layout)
+    same(a, out[:, 2:], "second group")
+    found = provider().backward_packed(dout[:, 2:], *second, a, a_lse, layout)
+    for x, y in zip(found, (whole[0][:, 2:], whole[1][:, 1:], whole[2][:, 1:]), strict=True):
+        same(x, y, "second group's gradient")
+
+
+def test_runs_are_parts_of_the_whole() -> None:
+    """What a context-parallel rank computes."""
+    from rl_engine.ops.attention import run_rows
+
+    layout = PackedLayout((1, 600, 1100), (3,))
+    q, k, v = qkv(layout.tokens, (4, 2, 64))
+    dout = bf16_randn(*q.shape, seed=9).cuda()
+    out, lse = provider().forward_packed(q, k, v, layout)
+    delta = provider().delta(dout, out)
+    whole = provider().backward_runs(dout, q, k, v, lse, delta, layout, ((0, 0, 1), (1, 0, 600), (2, 0, 1100)))
+    runs = ((1, 7, 40), (1, 300, 201), (2, 999, 101))
+    rows = run_rows(layout, runs).cuda()
+    part, part_lse = provider().forward_runs(q[rows], k, v, layout, runs)
+    same(part, out[rows], "output")
+    same(part_lse, lse[rows], "LSE")
+    for a, b in zip(provider().backward_runs(dout, q, k, v, lse, delta, layout, runs), whole, strict=True):
+        same(a, b[rows], "gradients of runs")
+
+
+def test_a_graph_replays_the_same_bits_at_other_positions() -> None:
+    """One captured decode, replayed after the positions moved, against eager launches."""
+    from rl_engine.ops.attention.triton import TILES, decode
+
+    q, k, v = qkv(2048, (8, 2, 128))
+    keys, values = (x.unflatten(0, (32, 64)).transpose(1, 2).contiguous() for x in (k, v))
+    table = torch.arange(32, dtype=torch.int32, device="cuda")[None].expand(3, 32).contiguous()
+
+    def items(positions: list[int]) -> Tensor:
+        return torch.tensor([[i, p, 1, i] for i, p in enumerate(positions)], dtype=torch.int32, device="cuda")
+
+    def run(where: Tensor, out: Tensor) -> None:
+        decode(q[:3], keys, values, where, table, 1, 2, out, None, TILES[128].decode)
+
+    where, out = items([10, 700, 1500]), torch.empty_like(q[:3])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(where, out)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(where, out)
+    for positions in ([10, 700, 1500], [63, 1023, 2047], [64, 1024, 1]):
+        where.copy_(items(positions))
+        graph.replay()
+        eager = torch.empty_like(out)
+        run(items(positions), eager)
+        same(out, eager, f"positions {positions}")
+
+
+def test_other_row_sums_and_contraction_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controls: the library's own sum over columns that lie in several warps, and fused multiply-adds."""
+    import triton
+    import triton.language as tl
+
+    from rl_engine.ops.attention import triton as launches
+    from rl_engine.ops.attention import triton_decode, triton_forward
+
+    @triton.jit
+    def add(a, b):
+        return a + b
+
+    @triton.jit
+    def library_sum(p):
+        return tl.reduce(p, 1, add)
+
+    right = decode_once(3000, (16, 64, 4, 5))[1]
+    step = replaced(triton_forward.block_step, sum_block=library_sum)
+    wrong = replaced(triton_decode.attention_decode_kernel, block_step=step)
+    with monkeypatch.context() as patch:
+        patch.setattr(launches, "attention_decode_kernel", wrong)
+        found = decode_once(3000, (16, 64, 4, 5))[1]
+    assert differing(found, right) > 0, "the library's sum over four warps"
+
+    def fused(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, stages: int = 1, **meta: Any) -> None:
+        kernel[grid](*args, num_warps=warps, num_stages=stages, enable_fp_fusion=True, **meta)
+
+    layout = PackedLayout((600,), (1,))
+    q, k, v = qkv(600, (8, 2, 128), 2.0)
+    expected = anchor().forward_packed(q, k, v, layout)[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(launches, "launch", fused)
+        found = provider().forward_packed(q, k, v, layout)[1]
+    assert differing(found, expected) > 100, "contraction"
+
+
+def test_an_unknown_width_is_refused() -> None:
+    q, k, v = qkv(4, (2, 1, 80))
+    with pytest.raises(ValueError, match=r"knows head_dim 32, 64, 128, not 80"):
+        provider().forward_packed(q, k, v, PackedLayout((4,), (1,)))
