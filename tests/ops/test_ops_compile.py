@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.kernels import TARGETS, Kernel, compiled
+from tests.helpers.row_kernels import ROW_KERNELS
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 OPS = Path(__file__).resolve().parents[2] / "rl_engine" / "ops"
@@ -120,6 +121,7 @@ KERNELS: list[Kernel] = [
     _fold(128, 128, 64, 8, 4, tma=True),
     _fold(128, 64, 64, 8, 3, tma=False),
     *LOGP_KERNELS,
+    *ROW_KERNELS,
 ]
 
 
