@@ -23,7 +23,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
 # family -> module; a module that a checkout lacks is an error, nothing is skipped silently.
-FAMILIES: dict[str, str] = {}
+FAMILIES = {
+    "gemm": "benchmarks.gpu.gemm",
+    "logp": "benchmarks.gpu.logp",
+}
 
 
 @dataclasses.dataclass(frozen=True)

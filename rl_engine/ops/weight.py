@@ -49,7 +49,7 @@ class Weight:
         """Allocates the fp32 gradient of ``rows`` (first, last + 1), all by default; zero."""
         self.grad_rows = rows or (0, self.shape[0])
         first, last = self.grad_rows
-        self.grad = torch.zeros((last - first, *self.shape[1:]), dtype=torch.float32)
+        self.grad = torch.zeros((last - first, *self.shape[1:]), dtype=torch.float32, device=self.value.device)
 
     def drop_gradient(self) -> None:
         """Gives the gradient's memory back; :meth:`enable_training` makes a new one."""

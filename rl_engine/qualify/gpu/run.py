@@ -1,0 +1,207 @@
+"""The whole proof on one GPU: shapes of a model and its TP slices; products, logp, controls; table, prices, digest."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from rl_engine.models.config import ModelConfig
+from rl_engine.ops import gemm_table, triton_gemm
+from rl_engine.ops.gemm_table import Choice, Table
+from rl_engine.ops.selected_logp import group_columns
+from rl_engine.ops.triton_gemm import Tile
+from rl_engine.qualify.gpu import logp
+from rl_engine.qualify.gpu.controls import wrong_product
+from rl_engine.qualify.gpu.data import Inputs, differing, poisoned
+from rl_engine.qualify.gpu.products import (
+    ANCHOR,
+    POINTS,
+    UNIT_POINTS,
+    Case,
+    Folds,
+    Products,
+    Shape,
+    fold_tiles,
+    tails,
+    tiles,
+)
+
+# Modules with prove(config, inputs) -> Iterator[Case]: the operators that are no matrix product.
+PROVERS: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass
+class GpuQualification:
+    """``prices``: shape -> rows -> (chosen, native) microseconds."""
+
+    table: Table
+    cases: list[Case]
+    prices: dict[str, dict[int, tuple[float, float]]]
+    seconds: float
+
+    @property
+    def failed(self) -> list[Case]:
+        """Comparisons of chosen providers, and controls, that did not turn out as they must.
+
+        A refuted candidate is no failure: it is named in the record and never chosen.
+        """
+        return [case for case in self.cases if not case.holds and case.operator not in ("product", "fold")]
+
+    @property
+    def refuted(self) -> list[Case]:
+        return [case for case in self.cases if not case.holds and case.operator in ("product", "fold")]
+
+    def levels(self) -> dict[str, dict[str, float]]:
+        """Price of each guarantee, time against native's, summed over the model's products.
+
+        L1, L2 and L3 are the same forward kernels; L4 adds the backward ones.
+        """
+        sums: dict[str, dict[int, list[float]]] = {"L1-L3 forward": {}, "L4 dX": {}, "L4 dW": {}}
+        names = {"forward": "L1-L3 forward", "dx": "L4 dX", "fold": "L4 dW"}
+        for shape, points in self.prices.items():
+            level = names.get(shape.partition(" ")[0])
+            for rows, pair in points.items() if level else ():
+                total = sums[str(level)].setdefault(rows, [0.0, 0.0])
+                total[0], total[1] = total[0] + pair[0], total[1] + pair[1]
+        return {
+            level: {str(rows): round(total[0] / total[1], 3) for rows, total in sorted(points.items())}
+            for level, points in sums.items()
+        }
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "digest": self.table.digest,
+            "identity": self.table.identity,
+            "seconds": round(self.seconds, 1),
+            "cases": len(self.cases),
+            "outputs": sum(case.elements for case in self.cases),
+            "failed": [dataclasses.asdict(case) for case in self.failed],
+            "refuted": [dataclasses.asdict(case) for case in self.refuted],
+            "controls": [dataclasses.asdict(case) for case in self.cases if case.control],
+            "levels": self.levels(),
+            "prices": {name: {str(rows): pair for rows, pair in p.items()} for name, p in self.prices.items()},
+        }
+
+
+def shapes(config: ModelConfig, tp_sizes: Sequence[int] = (1,)) -> list[Shape]:
+    """Every product of a model: linears in column slices (forward) and depth slices (dX), the head by groups."""
+    c, found = config, []
+    query, joined = c.heads * c.head_dim, (c.heads + 2 * c.kv_heads) * c.head_dim
+    linears = [(joined, c.hidden, False), (c.hidden, query, True), (2 * c.intermediate, c.hidden, False)]
+    linears.append((c.hidden, c.intermediate, True))
+    for tp in tp_sizes:
+        for columns, depth, residual in linears:
+            if columns % tp or depth % tp:
+                continue
+            kinds = ("forward", "residual") if residual else ("forward",)
+            found += [Shape(kind, columns // tp, depth) for kind in kinds]
+            found += [Shape("dx", depth // tp, columns), Shape("fold", columns // tp, depth)]
+    group = min(group_columns(c.vocabulary), c.vocabulary)
+    found += [Shape("logits", c.vocabulary, c.hidden), Shape("logits", group, c.hidden)]
+    found += [Shape("dh", c.hidden, group), Shape("fold", group, c.hidden)]
+    return list(dict.fromkeys(found))
+
+
+def prove(
+    config: ModelConfig,
+    tp_sizes: Sequence[int] = (1,),
+    points: Sequence[int] = POINTS,
+    say: Callable[[str], None] = lambda line: None,
+) -> GpuQualification:
+    """Proves and times every shape; about a minute for one model on an H200.
+
+    Raises:
+        NotQualified: no candidate of a shape held.
+    """
+    started, inputs = time.perf_counter(), Inputs()
+    wanted = shapes(config, tp_sizes)
+    warm(wanted, points)
+    say(f"kernels compiled in {time.perf_counter() - started:.0f} s")
+    cases, entries, prices = list(tails(inputs)) + list(controls(inputs)), {}, {}
+    for shape in wanted:
+        prover = (Folds if shape.kind == "fold" else Products)(shape, inputs)
+        rows = UNIT_POINTS if shape.kind == "fold" else tuple(points)
+        if shape.kind == "logits" and shape.columns == config.vocabulary:
+            rows = tuple(n for n in rows if n <= 256)  # decoding; scoring goes by groups
+        entries[str(shape)], prices[str(shape)] = prover.choose(rows)
+        cases += prover.cases
+        say(f"{shape}: " + ", ".join(f"{n} {_name(c)} {c.microseconds:.0f}us" for n, c in entries[str(shape)]))
+        torch.cuda.empty_cache()
+    cases += list(logp.prove(config.vocabulary, inputs))
+    for module in PROVERS:
+        cases += list(importlib.import_module(module).prove(config, inputs))
+    table = Table(gemm_table.identity(), entries)
+    body = [table.json(), [dataclasses.asdict(case) for case in cases], dataclasses.asdict(config)]
+    table.digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return GpuQualification(table, cases, prices, time.perf_counter() - started)
+
+
+def _name(choice: Choice) -> str:
+    if choice.tile is None:
+        return "lt"
+    t = choice.tile
+    return f"{t.rows}x{t.columns}x{t.depth}" + ("s" if t.swap else "") + ("t" if t.tma else "")
+
+
+def controls(inputs: Inputs, rows: int = 16, columns: int = 16, depth: int = 128) -> Iterator[Case]:
+    """Wrong products at the smallest shape, on order-revealing data, before the last rounding."""
+    a, b = inputs.order_revealing(rows, depth), inputs.weights(columns, depth)
+    chain = poisoned(rows, columns, torch.float32)
+    triton_gemm.product(a, b, chain, ANCHOR)
+    size = chain.numel()
+    right = poisoned(rows, columns, torch.float32)
+    wrong_product(a, b, right)
+    yield Case("controls", "triton", "the control's kernel without a mistake", size, differing(right, chain))
+    for name, mistake in (("split-K", {"split": 2}), ("tf32", {"tf32": True})):
+        out = poisoned(rows, columns, torch.float32)
+        wrong_product(a, b, out, **mistake)
+        yield Case("controls", "control", name, size, differing(out, chain), True)
+    start = torch.randn((rows, columns), generator=inputs.random, device="cuda")
+    out = start.clone()
+    wrong_product(a, b, out, preload=True)
+    yield Case("controls", "control", "a preloaded accumulator", size, differing(out, start + chain), True)
+
+
+def warm(wanted: Sequence[Shape], points: Sequence[int]) -> None:
+    """Compiles the candidates in processes of their own: Triton's cache on the disk hands them over."""
+    jobs: set[tuple[str, Tile]] = set()
+    for shape in wanted:
+        if shape.kind == "fold":
+            jobs |= {("fold", tile) for tile in fold_tiles()}
+        else:
+            jobs |= {(shape.kind, tile) for rows in points for tile in (ANCHOR, *tiles(rows, shape.columns))}
+    count = min(14, (os.cpu_count() or 2) - 1, len(jobs))
+    if count < 2:
+        return
+    ordered = sorted(jobs, key=str)
+    with multiprocessing.get_context("spawn").Pool(count) as pool:
+        pool.map(_compile, ordered, chunksize=max(1, len(ordered) // (4 * count)))
+
+
+def _compile(job: tuple[str, Tile]) -> None:
+    """Runs a candidate once on small tensors; one that does not fit the device is refuted later, with its reason."""
+    kind, tile = job
+    try:
+        if kind == "fold":
+            dy, x = (torch.zeros((64, 512), dtype=torch.bfloat16, device="cuda") for _ in range(2))
+            triton_gemm.fold(dy, x, torch.zeros((512, 512), device="cuda"), ((0, 64),), tile)
+            return
+        a, b = (torch.zeros((n, 2048), dtype=torch.bfloat16, device="cuda") for n in (128, 512))
+        if kind in ("dx", "dh"):
+            b = b.T.contiguous().T
+        for dtype in {"logits": (torch.float32,), "dh": (torch.float32,)}.get(kind, (torch.float32, torch.bfloat16)):
+            out = torch.zeros((128, 512), dtype=dtype, device="cuda")
+            old = out if kind == "dh" else torch.zeros_like(out).bfloat16() if kind == "residual" else None
+            triton_gemm.product(a, b, out, tile, old)
+        torch.cuda.synchronize()
+    except Exception:
+        return
