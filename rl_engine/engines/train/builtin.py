@@ -92,7 +92,7 @@ class TrainEngine:
         weights.refresh_input_shards(self.mesh.tp)
         for weight in weights:
             # Each CP rank keeps the optimizer state of other rows of every weight.
-            rows = self._own_rows(weight)
+            rows = self.own_rows(weight)
             # Stock operators differentiate through autograd; ours write weight.grad themselves.
             weight.value.requires_grad_(self.mesh.size == 1)
             master = weight.value.detach()[rows[0] : rows[1]].float()
@@ -146,7 +146,7 @@ class TrainEngine:
                 progress(number + 1, len(batches))
         self.decoder.place.finish_embedding(self.weights.embedding)
         for weight in self.weights:
-            self.decoder.place.fold_gradients(weight, self._own_rows(weight))
+            self.decoder.place.fold_gradients(weight, self.own_rows(weight))
         trained = time.perf_counter()
         norm, changed = self._update()
         return UpdateResult(
@@ -185,14 +185,23 @@ class TrainEngine:
         """HF name -> fp32 gradient rows of this rank (all of them on one rank), before clipping."""
         return {name: rows for name, (_, rows) in self.gradient_rows().items()}
 
-    def _own_rows(self, weight: Weight) -> tuple[int, int]:
+    def own_rows(self, weight: Weight) -> tuple[int, int]:
         """(first, last + 1) of the rows whose gradient and optimizer state this CP rank keeps."""
         return bounds(weight.shape[0], self.mesh.cp.size)[self.mesh.cp.index]
+
+    def weights_from_master(self) -> None:
+        """bf16 weights of every rank from the fp32 masters, which somebody replaced; all ranks call it."""
+        with torch.no_grad():
+            for weight in self.weights:
+                first, last = self.own_rows(weight)
+                weight.value[first:last] = self.state[weight.name].master.to(torch.bfloat16)
+                self._share_rows(weight)
+            self.weights.refresh_input_shards(self.mesh.tp)
 
     def _open_gradient(self, weight: Weight) -> None:
         """A zero gradient of own rows, or of all rows where each rank sums its own tokens."""
         local = self.settings.gradients == "deterministic"
-        rows = (0, weight.shape[0]) if local else self._own_rows(weight)
+        rows = (0, weight.shape[0]) if local else self.own_rows(weight)
         if weight.grad is None or weight.grad_rows != rows:
             weight.enable_training(rows)
         assert weight.grad is not None
@@ -279,14 +288,21 @@ class TrainEngine:
         before = own.clone()
         self.ops.adamw(state.master, state.m, state.v, weight.grad, own, clip, scalars)
         changed = int((before.view(torch.int16) != own.view(torch.int16)).sum())
-        cp = self.mesh.cp
-        if cp.size > 1:
-            slices = bounds(weight.shape[0], cp.size)
-            parts = cp.all_gather(own, [(b - a, *weight.shape[1:]) for a, b in slices], purpose="weights")
-            for (a, b), part in zip(slices, parts, strict=True):
-                weight.value[a:b] = part
+        self._share_rows(weight)
         counts_here = self.mesh.tp.index == 0 or not self.weights.sharding.is_replicated(weight.name)
         return changed if counts_here else 0
+
+    def _share_rows(self, weight: Weight) -> None:
+        """Every CP rank's own bf16 rows to the whole CP group."""
+        cp = self.mesh.cp
+        if cp.size == 1:
+            return
+        slices = bounds(weight.shape[0], cp.size)
+        first, last = slices[cp.index]
+        shapes = [(b - a, *weight.shape[1:]) for a, b in slices]
+        parts = cp.all_gather(weight.value[first:last], shapes, purpose="weights")
+        for (a, b), part in zip(slices, parts, strict=True):
+            weight.value[a:b] = part
 
 
 @dataclasses.dataclass
