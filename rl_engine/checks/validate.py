@@ -128,7 +128,8 @@ def rescore_finding(run_dir: Path | str, step: int) -> Finding:
             out = Path(folder) / "rescore.safetensors"
             command = [sys.executable, "-P", "-m", "rl_engine.engines.train.rescore", "--run-dir", str(reader.run_dir)]
             command += ["--step", str(step), "--out", str(out)]
-            inherited = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+            # Relative entries would lead into the working directory again.
+            inherited = filter(os.path.isabs, os.environ.get("PYTHONPATH", "").split(os.pathsep))
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_PACKAGE_ROOT), *inherited])}
             done = subprocess.run(
                 command,

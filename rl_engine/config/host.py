@@ -18,11 +18,13 @@ class HostFacts:
         cores: CPU cores this process may use.
         gpu_kind: ``cuda``, ``rocm`` or None.
         chain: True when the C chain kernel can be built here.
+        dirty: why these sources are no formal evidence; empty where they are a clean checkout.
     """
 
     cores: int
     gpu_kind: str | None
     chain: bool
+    dirty: str = ""
 
 
 def usable_cores() -> int:
@@ -59,6 +61,16 @@ def has_c_compiler() -> bool:
     return any(shutil.which(name) for name in ("cc", "gcc", "clang")) or importlib.util.find_spec("ziglang") is not None
 
 
+def dirty_sources() -> str:
+    """Why a run of these sources is development, as its validation will say; empty for a clean checkout."""
+    from rl_engine.records.environment import source_record
+
+    source = source_record("rl_kernel", Path(__file__).resolve().parents[2])
+    if source.revision is None:
+        return "these sources are under no version control"
+    return "this checkout has uncommitted changes" if source.dirty else ""
+
+
 def this_host() -> HostFacts:
     """Facts of this machine."""
-    return HostFacts(usable_cores(), gpu_kind(), has_c_compiler())
+    return HostFacts(usable_cores(), gpu_kind(), has_c_compiler(), dirty_sources())

@@ -181,11 +181,17 @@ def derived_memory_share(topology: Topology, pd: bool) -> tuple[float, str]:
 
 
 def evidence_of(
-    topology: Topology, backend: str, stack: str, pd: bool, oversubscribe: bool, dirty: bool
+    topology: Topology, backend: str, stack: str, pd: bool, oversubscribe: bool, allow_dirty: bool, dirty: str
 ) -> tuple[str, str]:
-    """``formal``, ``experimental`` or ``development`` with the reason."""
-    if dirty:
+    """``formal``, ``experimental`` or ``development`` with the reason.
+
+    Local runs of sources that are no clean checkout (``dirty`` says why) are development; other stacks refuse those
+    unless ``allow_dirty``.
+    """
+    if allow_dirty:
         return "development", "--allow-dirty"
+    if dirty and stack == "builtin":
+        return "development", dirty
     if pd or oversubscribe:
         return "experimental", "--pd" if pd else "--oversubscribe"
     if backend == "rocm" and topology.rollout_cp > 1:

@@ -77,16 +77,21 @@ def write_checkpoint(
     return final
 
 
-def latest_checkpoint(run_dir: Path, plan_digest: str) -> tuple[Path, Checkpoint, tuple[str, ...]]:
+def latest_checkpoint(
+    run_dir: Path, plan_digest: str, at_most: int | None = None
+) -> tuple[Path, Checkpoint, tuple[str, ...]]:
     """``(folder, manifest, passed over)`` of the newest checkpoint whose every byte is what its manifest says.
 
-    ``passed over`` says in words why newer ones were not taken.
+    ``passed over`` says in words why newer ones were not taken. ``at_most`` is the largest ``next_step`` of use: the
+    checkpoint of a step that did not finish is of none.
 
     Raises:
         UserError: no usable checkpoint, with the reasons.
     """
     reasons: list[str] = []
     for step in reversed(_steps(run_dir)):
+        if at_most is not None and step > at_most:
+            continue
         folder = run_dir / FOLDER / f"step-{step:05d}"
         try:
             manifest = _verified(folder)

@@ -111,13 +111,18 @@ class RunReader:
 
     def routes(self) -> list[RouteFile]:
         """Every route file, by name."""
+        return [record for _, record in self.attempt_routes()]
+
+    def attempt_routes(self) -> list[tuple[int, RouteFile]]:
+        """(attempt, its route file) of every route file, by name."""
         found = []
         for name in self._folder(paths.ROUTES_DIR):
             record = decode(RouteFile, self._json(f"{paths.ROUTES_DIR}/{name}"), f"routes/{name}")
             stem = f"{record.engine}-{record.rank}"
-            if re.fullmatch(re.escape(stem) + r"(\.attempt-[1-9][0-9]*)?\.json", name) is None:
+            match = re.fullmatch(re.escape(stem) + r"(\.attempt-([1-9][0-9]{0,8}))?\.json", name)
+            if match is None:
                 raise RecordError(f"routes/{name[:80]} of {stem[:80]}", "the worker that its name says")
-            found.append(record)
+            found.append((int(match[2] or 0), record))
         return found
 
     def weights(self) -> dict[int, WeightsRecord]:

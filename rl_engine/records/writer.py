@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
+
+import psutil
 
 from rl_engine.numerics.digest import map_digest
 from rl_engine.records import paths
@@ -48,6 +51,7 @@ TRANSITIONS: dict[str | None, frozenset[str]] = {
     # Without COMPLETE, sealing was interrupted: the run is open again.
     "sealed": frozenset({"valid", "invalid"}),
 }
+SILENT_END = "its process ended without a word"
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
@@ -61,10 +65,13 @@ class RunWriter:
     :meth:`step` last. Any OSError (a full disk) leaves every earlier line and file intact.
     """
 
-    def __init__(self, run_dir: Path, plan_digest: str, state: str | None, next_step: int, lock: RunLock) -> None:
+    def __init__(
+        self, run_dir: Path, plan_digest: str, states: Sequence[StateRecord], next_step: int, lock: RunLock
+    ) -> None:
         self.run_dir = run_dir
         self.plan_digest = plan_digest
-        self._state = state
+        self._state: str | None = states[-1].name if states else None
+        self._attempts = sum(record.name == "running" for record in states)
         self._next_step = next_step
         self._lock = lock
 
@@ -95,14 +102,15 @@ class RunWriter:
             ) from None
         for folder in (paths.SAMPLES_DIR, paths.ROUTES_DIR, paths.WEIGHTS_DIR):
             (run_dir / folder).mkdir()
-        stored = json.dumps({"digest": plan_digest, "plan": body}, sort_keys=True, indent=1, allow_nan=False)
-        write_exclusive(run_dir / paths.PLAN, (stored + "\n").encode(), "plan")
         lock = RunLock(run_dir)
         lock.acquire()
-        writer = cls(run_dir, plan_digest, None, 0, lock)
+        writer = cls(run_dir, plan_digest, (), 0, lock)
         for name in (paths.EVENTS, paths.STEPS, paths.LOG):
             append_durable(run_dir / name, b"")
         writer.state("planned")
+        # Last: a folder without a plan is no run directory yet, so a crash in here leaves none that is incomplete.
+        stored = json.dumps({"digest": plan_digest, "plan": body}, sort_keys=True, indent=1, allow_nan=False)
+        write_exclusive(run_dir / paths.PLAN, (stored + "\n").encode(), "plan")
         return writer
 
     @classmethod
@@ -125,6 +133,31 @@ class RunWriter:
             raise
 
     @classmethod
+    def take_over(
+        cls, run_dir: Path, end: Literal["interrupted", "failed"] = "interrupted", reason: str = SILENT_END
+    ) -> RunWriter:
+        """Continue an unfinished run whose process is gone: what a crash left half-written is removed, and a run that
+        had no time to say how it ended gets ``end`` and ``reason``.
+
+        Raises:
+            UserError: as :meth:`open`, or a run that has finished.
+        """
+        writer = cls.open(run_dir)
+        try:
+            if "finished" in {record.name for record in RunReader(run_dir).states()}:
+                raise UserError(f"a run that is {writer._state}", "an unfinished run", "rlk-repro validate judges it")
+            for folder in (".", paths.SAMPLES_DIR, paths.ROUTES_DIR, paths.WEIGHTS_DIR):
+                for entry in (writer.run_dir / folder).iterdir():
+                    if entry.name.startswith(".") and entry.name.endswith(".partial"):
+                        entry.unlink()
+            if writer._state == "running":
+                writer._set_state(end, reason)
+        except BaseException:
+            writer.close()
+            raise
+        return writer
+
+    @classmethod
     def _repaired(cls, reader: RunReader, lock: RunLock) -> RunWriter:
         for folder in (paths.SAMPLES_DIR, paths.ROUTES_DIR, paths.WEIGHTS_DIR):
             require_folder(reader.run_dir / folder)
@@ -133,9 +166,7 @@ class RunWriter:
             for name in (paths.STATE, paths.EVENTS, paths.STEPS)
             if (reader.run_dir / name).exists()
         }
-        states = reader.states()
-        state = states[-1].name if states else None
-        writer = cls(reader.run_dir, reader.plan().digest, state, len(reader.steps()), lock)
+        writer = cls(reader.run_dir, reader.plan().digest, reader.states(), len(reader.steps()), lock)
         for name, removed in torn.items():
             if removed:
                 writer.event("torn_line_removed", file=name, bytes=removed)
@@ -152,6 +183,11 @@ class RunWriter:
         return self._state
 
     @property
+    def attempts(self) -> int:
+        """How often the run has begun to run."""
+        return self._attempts
+
+    @property
     def next_step(self) -> int:
         """The first step without a line in ``steps.jsonl``."""
         return self._next_step
@@ -164,13 +200,20 @@ class RunWriter:
             return
         if name not in TRANSITIONS[self._state]:
             raise ValueError(f"a run that is {self._state} cannot become {name}")
-        text = None if reason is None else redact_text(reason, secret_values())
-        self._append(paths.STATE, StateRecord(time=utc_now(), name=cast(StateName, name), reason=text))
-        self._state = name
+        if name == "running":
+            self._lock.acquire()
+        self._set_state(name, reason)
         if name in _END or name == "finished":
             self.close()
         elif name == "running":
-            self._lock.acquire()
+            self._attempts += 1
+            fields = process_fields(psutil.Process())
+            self.event("attempt", number=self._attempts - 1, next_step=self._next_step, **fields)
+
+    def _set_state(self, name: str, reason: str | None) -> None:
+        text = None if reason is None else redact_text(reason, secret_values())
+        self._append(paths.STATE, StateRecord(time=utc_now(), name=cast(StateName, name), reason=text))
+        self._state = name
 
     def close(self) -> None:
         """Give the directory's lock back."""
@@ -208,13 +251,32 @@ class RunWriter:
         write_atomic(self.run_dir / paths.samples_name(step, "safetensors"), tensors)
 
     def routes(self, engine: str, rank: int, records: Sequence[RouteRecord]) -> None:
-        """Write what one worker counted; a resumed run's second attempt gets a file of its own."""
+        """Write what one worker counted so far; the counts grow with this attempt's steps, every attempt has its own
+        file."""
         self._check_open()
         body = RouteFile(plan_digest=self.plan_digest, engine=engine, rank=rank, routes=tuple(records))
-        attempt = 0
-        while (self.run_dir / paths.routes_name(engine, rank, attempt)).exists():
-            attempt += 1
-        write_exclusive(self.run_dir / paths.routes_name(engine, rank, attempt), _document(body), "route file")
+        attempt = max(self._attempts - 1, 0)
+        write_atomic(self.run_dir / paths.routes_name(engine, rank, attempt), _document(body))
+
+    def confirm(self, record: StepRecord, batch: SampleBatch) -> None:
+        """Compare a finished step that was computed again with what is recorded of it; only times may differ.
+
+        Raises:
+            RecordError: another sample, logprob or sum.
+        """
+        reader = RunReader(self.run_dir)
+        untimed = dict.fromkeys(("seconds", "train_tokens_per_s", "rollout_tokens_per_gpu_s"))
+        earlier, now = (encode(step) | untimed for step in (reader.steps()[record.step], record))
+        tensors, lines = encode_samples(record.step, batch)
+        differing = [name for name in now if now[name] != earlier[name]]
+        if encode_samples(record.step, reader.samples(record.step)) != (tensors, lines):
+            differing.insert(0, "samples")
+        if differing:
+            raise RecordError(
+                f"step {record.step} computed again with other {', '.join(differing)[:200]}",
+                "the recorded bits",
+                "the resumed run left the recorded path; start a new run",
+            )
 
     def weights(self, version: int, digests: Mapping[str, str]) -> str:
         """Write the digests of one version; returns the digest of the map.
@@ -262,6 +324,11 @@ class RunWriter:
     def _check_open(self) -> None:
         if (self.run_dir / paths.COMPLETE).exists():
             raise _sealed(self.run_dir)
+
+
+def process_fields(process: psutil.Process) -> dict[str, EventValue]:
+    """What tells one process from every other: host, pid, and the time of its start in seconds."""
+    return {"host": platform.node(), "pid": process.pid, "started": process.create_time()}
 
 
 def _sealed(run_dir: Path) -> UserError:

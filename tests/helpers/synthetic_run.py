@@ -120,8 +120,11 @@ def make_step(step: int, batch: SampleBatch) -> StepRecord:
     )
 
 
-def make_run(run_dir: Path, mode: str = "consistency", **plan_changes: object) -> Path:
-    """Write the whole run, finished but neither validated nor sealed, and return its directory."""
+def make_run(run_dir: Path, mode: str = "consistency", killed_after: int = 0, **plan_changes: object) -> Path:
+    """Write the whole run, finished but neither validated nor sealed, and return its directory.
+
+    ``killed_after``: so many steps are of a first attempt that ended without a word.
+    """
     plan = make_plan(run_dir, mode, **plan_changes)
     body = encode(plan)
     writer = RunWriter.create(run_dir, body, canonical_digest(body))
@@ -138,20 +141,30 @@ def make_run(run_dir: Path, mode: str = "consistency", **plan_changes: object) -
         if version < plan.rollouts:
             batch = make_batch(version, mode)
             writer.samples(version, batch)
+            if version + 1 in (killed_after, plan.rollouts):
+                _routes(writer, plan, workers)
             writer.step(make_step(version, batch))
             writer.log(f"step {version} done")
+            if version + 1 == killed_after:
+                writer.close()
+                writer = RunWriter.take_over(run_dir)
+                _environments(writer, plan, "start", workers, source)
+                writer.state("running")
+    _environments(writer, plan, "end", workers, source)
+    writer.state("finished")
+    return run_dir
+
+
+def _routes(writer: RunWriter, plan: Plan, workers: tuple[tuple[str, str], ...]) -> None:
     calls = max(7, plan.rollouts)
     for side, engine in workers[1:]:
         pairs = plan.providers.train if side == "train" else plan.providers.rollout
         routes = [
-            RouteRecord(side, name, provider, "bfloat16", "eager", calls, {"T<=64": calls})
+            RouteRecord(side, name, provider, "bfloat16", "eager", calls, {"T<=64": calls})  # type: ignore[arg-type]
             for name, provider in pairs
             if name in CALLED[side]
         ]
         writer.routes(engine, 0, routes)
-    _environments(writer, plan, "end", workers, source)
-    writer.state("finished")
-    return run_dir
 
 
 def _environments(

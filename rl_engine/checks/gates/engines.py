@@ -42,11 +42,17 @@ def _complete(ranks: list[int], count: int) -> bool:
 
 def _route_files(evidence: RunEvidence) -> Verdict:
     workers = evidence.engines("train") | evidence.engines("rollout")
-    routed = {(route.engine, route.rank) for route in evidence.routes}
-    odd = sorted(workers ^ routed)
-    if odd:
-        return False, f"worker {odd[0][0]}-{odd[0][1]} without route file or environment", "run it again"
-    return True, f"{len(routed)} workers", ""
+    for attempt, steps in evidence.attempts:
+        routed = {(route.engine, route.rank) for number, route in evidence.attempt_routes if number == attempt}
+        # One that finished no step may have been killed before, or while, its first counts were written.
+        odd = sorted((workers ^ routed) if steps else (routed - workers))
+        if odd:
+            found = f"worker {odd[0][0]}-{odd[0][1]} without route file or environment"
+            return False, f"{found} in attempt {attempt}, which finished {steps} steps", "run it again"
+    strangers = {number for number, _ in evidence.attempt_routes} - {number for number, _ in evidence.attempts}
+    if strangers:
+        return False, f"route files of attempt {min(strangers)}, which there was not", "run it again"
+    return True, f"{len(workers)} workers, {len(evidence.attempts)} attempts", ""
 
 
 def _routes(evidence: RunEvidence) -> Verdict:
@@ -149,7 +155,12 @@ _AFTER_WORKERS = ("records", "topology", "workers")
 
 ENGINE_GATES: tuple[Gate, ...] = (
     Gate("topology", "ranks and engines of the plan", _topology),
-    Gate("workers", "a route file and environment records of every worker", _route_files, ("records", "topology")),
+    Gate(
+        "workers",
+        "a route file of every attempt and environment records of every worker",
+        _route_files,
+        ("records", "state", "topology"),
+    ),
     Gate("routes", "every operator through its planned provider, called, no fallback", _routes, _AFTER_WORKERS),
     Gate("refusals", "consistency: no provider declined", _refusals),
     Gate("execution", "eager or graph as planned", _execution),

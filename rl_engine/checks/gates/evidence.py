@@ -75,9 +75,14 @@ class RunEvidence:
         return self.reader.steps()
 
     @functools.cached_property
+    def attempt_routes(self) -> list[tuple[int, RouteFile]]:
+        """(attempt, its route file) of every route file."""
+        return self.reader.attempt_routes()
+
+    @property
     def routes(self) -> list[RouteFile]:
         """Every route file."""
-        return self.reader.routes()
+        return [route for _, route in self.attempt_routes]
 
     @functools.cached_property
     def weights(self) -> dict[int, WeightsRecord]:
@@ -94,6 +99,24 @@ class RunEvidence:
         """Facts of every step that has samples; one batch is in memory at a time."""
         needs_sets = self.plan.sampling.top_p < 1.0 or self.plan.sampling.top_k > 0
         return [_step_facts(step, self.reader.samples(step), needs_sets) for step in self.reader.sample_steps()]
+
+    @functools.cached_property
+    def attempts(self) -> list[tuple[int, int]]:
+        """(number, steps that it finished) of every attempt, from the word that each left when it began.
+
+        Raises:
+            RecordError: not one such event for every time that the run ran, or steps that go back.
+        """
+        begun = [event.fields for event in self.events if event.kind == "attempt"]
+        ran = sum(state.name == "running" for state in self.states)
+        numbers, firsts = [fields.get("number") for fields in begun], [fields.get("next_step") for fields in begun]
+        steps = [step for step in firsts if type(step) is int]
+        ends = [*steps[1:], len(self.steps)] if steps else []
+        counts = [end - first for first, end in zip(steps, ends, strict=True)]
+        if numbers != list(range(ran)) or len(steps) != ran or steps[:1] not in ([], [0]) or min(counts, default=0) < 0:
+            found = f"attempts {numbers[:20]} from steps {firsts[:20]}"
+            raise RecordError(found, f"{ran} from step 0, each going on where the last ended")
+        return list(enumerate(counts))
 
     @property
     def workers(self) -> list[EnvironmentRecord]:

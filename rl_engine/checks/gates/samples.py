@@ -117,9 +117,8 @@ def _not_reused(evidence: RunEvidence) -> Verdict:
         for route in file.routes
         if route.side == "train" and route.operator == "selected_logp"
     )
-    # A killed attempt takes its counts with it: after a resume only the last attempt's are certain.
-    resumed = sum(state.name == "running" for state in evidence.states) > 1
-    if calls < (1 if resumed else len(evidence.steps)):
+    # Counts are written before their step's line, so that a killed attempt leaves those of its finished steps.
+    if calls < len(evidence.steps):
         return False, f"{calls} selected_logp calls in the trainer", "the trainer must score every step"
     return True, f"{calls} selected_logp calls in the trainer", ""
 

@@ -152,7 +152,7 @@ def same_weights(run: Path) -> None:
         (run / f"weights/{version}.json").write_text(json.dumps({**first, "version": version}))
 
     def change(rows: list[dict[str, Any]]) -> None:
-        for row in rows:
+        for row in rows[1:]:
             row["fields"]["digest"] = first["digest"]
 
     edit_lines("events.jsonl", change)(run)
@@ -205,6 +205,11 @@ BREAKS: list[tuple[str, str, Break]] = [
     ("step_logprobs", "k3", edit_lines("steps.jsonl", lambda rows: rows[1].update(kl_k3=0.1))),
     ("step_logprobs", "tokens", edit_lines("steps.jsonl", lambda rows: rows[1].update(tokens_compared=12))),
     ("mismatches", "one ulp", edit_batch(one_ulp, follow=True)),
+    (
+        "not_reused",
+        "fewer calls than steps",
+        edit_json(TRAINER, lambda body: body["routes"][3].update(calls=1, shapes={"T<=64": 1})),
+    ),
     ("not_reused", "no time", edit_lines("steps.jsonl", lambda rows: rows[0]["seconds"].update(old_logp=0.0))),
     ("grpo", "prompt tokens", edit_batch(other_prompt, follow=True)),
     ("grpo", "clip", edit_lines("steps.jsonl", lambda rows: rows[0].update(clip_fraction=1.5))),
@@ -214,6 +219,13 @@ BREAKS: list[tuple[str, str, Break]] = [
     ("topology", "engine rank", edit_plan(lambda body: body["topology"].update(rollout_cp=2))),
     ("topology", "stranger", edit_batch(with_sample(engine="engine7"), follow=True)),
     ("workers", "route file missing", lambda run: (run / ENGINE).unlink()),
+    (
+        "workers",
+        "of no attempt",
+        lambda run: shutil.copy(run / ENGINE, run / "routes/engine0-0.attempt-1.json") and None,
+    ),
+    ("workers", "attempt without word", edit_lines("events.jsonl", lambda rows: rows.pop(0))),
+    ("workers", "attempt from nowhere", edit_lines("events.jsonl", lambda rows: rows[0]["fields"].update(next_step=1))),
     ("routes", "other provider", first_route(lambda route: route.update(provider="stock"))),
     ("routes", "other side", first_route(lambda route: route.update(side="rollout"))),
     ("routes", "unknown operator", first_route(lambda route: route.update(operator="conv"))),
@@ -231,8 +243,8 @@ BREAKS: list[tuple[str, str, Break]] = [
     ("threads", "planned", edit_plan(lambda body: body.update(threads=2))),
     ("weight_versions", "sample", edit_batch(with_sample(weight_version=0), follow=True)),
     ("weight_versions", "step", edit_lines("steps.jsonl", lambda rows: rows[1].update(weight_version=0))),
-    ("replicas", "other bits", edit_lines("events.jsonl", lambda rows: rows[0]["fields"].update(digest="0" * 64))),
-    ("replicas", "no word", edit_lines("events.jsonl", lambda rows: rows.pop(1))),
+    ("replicas", "other bits", edit_lines("events.jsonl", lambda rows: rows[1]["fields"].update(digest="0" * 64))),
+    ("replicas", "no word", edit_lines("events.jsonl", lambda rows: rows.pop(2))),
     ("gradients", "hex", edit_lines("steps.jsonl", lambda rows: rows[0].update(grad_norm_hex="0x1.0p+0"))),
     ("gradients", "NaN", edit_lines("steps.jsonl", lambda rows: rows[0].update(grad_norm="nan", grad_norm_hex="nan"))),
     ("updates", "no update", same_weights),
@@ -293,6 +305,30 @@ def test_the_first_mismatch_is_located_in_hex(good: Path, tmp_path: Path) -> Non
     position = int(np.flatnonzero(batch.loss_mask)[0])
     assert f"step 1 sample 0 (prompt 2, sample 0) token {position}" in found
     assert f"rollout 0x{batch.rollout_logprob.view(np.uint32)[position]:08x}" in found
+
+
+def test_a_resumed_run_passes_and_needs_the_counts_of_every_attempt(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run-1", killed_after=1)
+    assert sorted(path.name for path in (run / "routes").iterdir()) == [
+        "engine0-0.attempt-1.json",
+        "engine0-0.json",
+        "trainer-0.attempt-1.json",
+        "trainer-0.json",
+    ]
+    assert failures(run) == []
+    for name in (TRAINER, "routes/engine0-0.attempt-1.json"):
+        broken = tmp_path / name.replace("/", "-") / "run-1"
+        shutil.copytree(run, broken)
+        (broken / name).unlink()
+        (finding,) = failures(broken)
+        assert finding.name == "workers" and "which finished 1 steps" in finding.found
+
+
+def test_an_attempt_without_a_step_needs_no_counts(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run-1", killed_after=2)
+    for path in (run / "routes").glob("*attempt-1*"):
+        path.unlink()
+    assert failures(run) == []
 
 
 def test_another_number_of_steps_passes(tmp_path: Path) -> None:

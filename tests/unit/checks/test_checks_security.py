@@ -146,5 +146,6 @@ def test_modules_in_the_working_directory_are_not_imported(
     for name in ("torch", "numpy", "safetensors", "rl_engine"):
         (run / f"{name}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
     monkeypatch.chdir(run)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((".", "", os.environ.get("PYTHONPATH", ""))))
     assert rescore_finding(run, 0).status == "FAIL"
     assert not (tmp_path / "executed").exists()

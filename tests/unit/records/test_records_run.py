@@ -17,7 +17,7 @@ from rl_engine.records.errors import UserError
 from rl_engine.records.pair import pair_record, read_pair, write_pair
 from rl_engine.records.reader import RunReader
 from rl_engine.records.statistics import logprob_statistics
-from rl_engine.records.types import StepRecord
+from rl_engine.records.types import RouteRecord, StepRecord
 from rl_engine.records.writer import RunWriter
 from tests.helpers.numeric import assert_bitwise
 from tests.helpers.synthetic_run import make_batch, make_plan, make_run, make_step
@@ -143,11 +143,70 @@ def test_resumed_weights_must_repeat(tmp_path: Path) -> None:
         writer.weights(1, {"layer.weight": "0" * 64})
 
 
-def test_second_attempt_has_its_own_route_file(tmp_path: Path) -> None:
+def test_each_attempt_has_its_own_route_file_which_grows(tmp_path: Path) -> None:
+    body = {"mode": "native"}
+    writer = RunWriter.create(tmp_path / "run", body, canonical_digest(body))
+    for attempt in range(2):
+        writer.state("running")
+        for calls in (1, 2):
+            writer.routes("trainer", 0, [RouteRecord("train", "linear", "cpu", "bf16", "eager", calls, {"T": calls})])
+        writer.state("interrupted")
+        found = RunReader(tmp_path / "run").attempt_routes()
+        assert [(number, file.routes[0].calls) for number, file in found] == [(n, 2) for n in range(attempt + 1)][::-1]
+        writer = RunWriter.take_over(tmp_path / "run")
+    begun = [event.fields for event in RunReader(tmp_path / "run").events() if event.kind == "attempt"]
+    assert [(fields["number"], fields["next_step"], fields["pid"]) for fields in begun] == [
+        (0, 0, os.getpid()),
+        (1, 0, os.getpid()),
+    ]
+
+
+def test_a_run_that_a_kill_left_is_taken_over(tmp_path: Path) -> None:
+    body = {"mode": "native"}
+    writer = RunWriter.create(tmp_path / "run", body, canonical_digest(body))
+    writer.state("running")
+    writer.close()  # as the end of its process does
+    for name in (".steps.jsonl.partial", "samples/.step-00000.jsonl.partial", "weights/.0.json.partial"):
+        (tmp_path / "run" / name).write_text("half")
+    (tmp_path / "run" / "notes.partial").write_text("somebody's")
+    again = RunWriter.take_over(tmp_path / "run")
+    assert (again.current_state, again.attempts, again.next_step) == ("interrupted", 1, 0)
+    assert "without a word" in str(RunReader(tmp_path / "run").states()[-1].reason)
+    assert [path.name for path in (tmp_path / "run").rglob("*.partial")] == ["notes.partial"]
+    with pytest.raises(UserError, match="another process"):
+        RunWriter.take_over(tmp_path / "run")
+    finished = make_run(tmp_path / "finished")
+    with pytest.raises(UserError, match="finished"):
+        RunWriter.take_over(finished)
+    RunWriter.open(finished).close()  # the refusal gave the lock back
+
+
+def test_a_step_computed_again_must_be_the_recorded_one(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    RunWriter.open(run).routes("trainer", 0, RunReader(run).routes()[0].routes)
-    assert (run / "routes/trainer-0.attempt-1.json").exists()
-    assert len(RunReader(run).routes()) == 3
+    writer, batch = RunWriter.open(run), make_batch(1)
+    seconds = dataclasses.replace(make_step(1, batch).seconds, rollout=99.0)
+    writer.confirm(dataclasses.replace(make_step(1, batch), seconds=seconds, train_tokens_per_s=1.0), batch)
+    with pytest.raises(RecordError, match="other loss"):
+        writer.confirm(dataclasses.replace(make_step(1, batch), loss=0.1000001), batch)
+    train = batch.train_logprob.copy()
+    place = int(np.flatnonzero(batch.loss_mask)[2])
+    train[place] = np.nextafter(train[place], np.float32(0))
+    with pytest.raises(RecordError, match="other samples"):
+        writer.confirm(make_step(1, batch), dataclasses.replace(batch, train_logprob=train))
+
+
+def test_a_folder_that_was_never_finished_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """plan.json comes last: whoever finds it finds every other file of a new run."""
+    body = {"mode": "native"}
+    monkeypatch.setattr(
+        "rl_engine.records.writer.write_exclusive", lambda *_: (_ for _ in ()).throw(OSError(28, "full"))
+    )
+    with pytest.raises(OSError, match="full"):
+        RunWriter.create(tmp_path / "run", body, canonical_digest(body))
+    monkeypatch.undo()
+    assert {path.name for path in (tmp_path / "run").iterdir()} >= {"state.jsonl", "events.jsonl", "steps.jsonl"}
+    with pytest.raises(UserError, match="no plan"):
+        RunReader(tmp_path / "run")
 
 
 def test_sealed_run_is_read_only(tmp_path: Path) -> None:
