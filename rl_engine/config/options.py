@@ -237,6 +237,7 @@ OPTIONS: tuple[Option, ...] = (
         "gradients equal over layouts, or only run to run",
         choices="invariant deterministic",
     ),
+    _opt("--checkpoint-every", "int", 1, "steps between saved trainer states, for --resume; 0 saves none", 0, BIG),
     _opt("--native", "str", "", "operators that stay stock: OP[,OP...][@train|@rollout]"),
     _opt("--native-deterministic", "switch", False, "native with the engines' determinism flags"),
     _opt("--require-control", "switch", False, "paired: fail when native shows no mismatch either"),

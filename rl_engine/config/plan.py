@@ -154,4 +154,5 @@ class Plan:
     output_root: str = ""
     paths: tuple[tuple[str, str], ...] = ()  # resolved (name, path), sorted; unset ones absent
     allow_dirty: bool = False
+    checkpoint_every: int = 1  # finished steps from one saved trainer state to the next; 0 saves none
     require_control: bool = False

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl_engine.config.paths import PLACEHOLDER
+from rl_engine.config.plan import Plan
 from rl_engine.config.resolve import ResolvedPlan
 from rl_engine.records.errors import UserError
 
 
-def refuse_unbuilt(resolved: Sequence[ResolvedPlan], *, detach: bool, resume: str | None) -> None:
+def refuse_unbuilt(resolved: Sequence[ResolvedPlan]) -> None:
     """Refuses what plans but cannot run yet.
 
     Raises:
@@ -41,12 +42,6 @@ def refuse_unbuilt(resolved: Sequence[ResolvedPlan], *, detach: bool, resume: st
                 f"a run without it: {what}",
                 f"leave {value.origin} out",
             )
-    if detach:
-        raise UserError("--detach", "--wait: this version follows its runs to the end", "leave --detach out")
-    if resume is not None:
-        raise UserError(
-            f"--resume {resume}", "a new run: this version cannot go on with an old one", "leave --resume out"
-        )
 
 
 _NOT_HONOURED = (
@@ -100,13 +95,7 @@ def check_inputs(resolved: Sequence[ResolvedPlan]) -> None:
     """
     for item in resolved:
         plan = item.plan
-        _check_model(plan.model_root)
-        if plan.data.path is not None and not os.path.isfile(plan.data.path):
-            raise UserError(
-                f"no prompt file {plan.data.path}",
-                "a JSONL file",
-                "add --prompt-data FILE, or --data-source arithmetic",
-            )
+        check_files(plan)
         for taken in filter(
             None, (plan.run_dir, plan.pair_id and os.path.join(plan.output_root, f"{plan.pair_id}-pair.json"))
         ):
@@ -117,6 +106,19 @@ def check_inputs(resolved: Sequence[ResolvedPlan]) -> None:
                     "choose another --run-id: runs are never overwritten",
                 )
         _check_writable(Path(plan.output_root))
+
+
+def check_files(plan: Plan) -> None:
+    """Model and prompts of a plan, a new one or one that goes on.
+
+    Raises:
+        UserError: one of them is missing.
+    """
+    _check_model(plan.model_root)
+    if plan.data.path is not None and not os.path.isfile(plan.data.path):
+        raise UserError(
+            f"no prompt file {plan.data.path}", "a JSONL file", "add --prompt-data FILE, or --data-source arithmetic"
+        )
 
 
 def _check_model(model_root: str) -> None:

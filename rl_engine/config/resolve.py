@@ -97,6 +97,18 @@ def resolve(request: Request) -> list[ResolvedPlan]:
     return [resolver.plan(arm, pair) for arm in ("native", "consistency")]
 
 
+def output_root(request: Request) -> Path:
+    """Where runs of these paths and this profile are, for a run that is named by its id alone.
+
+    Raises:
+        UserError: an empty path, or a profile that cannot be read.
+    """
+    loaded = choose_profile(request.profile, request.env, request.cwd, request.host, False)
+    flags, paths = request.path_flags, loaded.profile.paths
+    resolver = PathResolver(flags, request.env, paths, loaded.file, request.cwd, "consistency", None, False)
+    return Path(str(resolver.resolve()["output_root"].value))
+
+
 def _check_pairable(loaded: LoadedProfile) -> None:
     for name in ("rl_kernel", "vime", "megatron", "vllm"):
         repository = getattr(loaded.profile.repositories, name)
@@ -398,7 +410,13 @@ class _Resolver:
         run_id = f"{pair}-{mode}" if pair else self.run_id(mode)
         output_root = str(paths["output_root"].value)
         evidence, why = rules.evidence_of(
-            shape, backend, stack, self.switch("pd"), self.switch("oversubscribe"), self.switch("allow_dirty")
+            shape,
+            backend,
+            stack,
+            self.switch("pd"),
+            self.switch("oversubscribe"),
+            self.switch("allow_dirty"),
+            self.request.host.dirty,
         )
         plan = Plan(
             schema_version=PLAN_SCHEMA,
@@ -417,6 +435,7 @@ class _Resolver:
             fold_tokens=fold,
             threads=self.whole("threads", (_threads(self.request.host.cores, shape), "cores / ranks of a side")),
             require_updates=self.switch("require_updates"),
+            checkpoint_every=self.whole("checkpoint_every"),
             gradients=self.text("gradients"),
             contract_id=contract.id,
             contract_digest=contract.digest(),

@@ -111,7 +111,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--wait", action="store_true", help="follow the run to its end (default)")
     how.add_argument("--detach", action="store_true", help="return once the run is submitted")
     parser.add_argument("--dry-run", action="store_true", help="show the plan and write nothing")
-    parser.add_argument("--resume", metavar="RUN", help="go on with an interrupted run")
+    parser.add_argument(
+        "--resume", metavar="RUN", help="go on with an interrupted run: directory or id, with its own plan"
+    )
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -149,7 +151,8 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_one_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="run directory")
+    parser.add_argument("run", metavar="RUN", help="run directory, or the id of a run or pair")
+    parser.add_argument("--output-root", dest="path_output_root", metavar="PATH", help="where ids are looked up")
 
 
 _ADDERS = {

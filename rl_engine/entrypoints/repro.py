@@ -80,7 +80,7 @@ def _request(args: argparse.Namespace) -> object:
         verb=args.verb,
         flags={name[len("option_") :]: value for name, value in given.items() if name.startswith("option_")},
         path_flags={name[len("path_") :]: value for name, value in given.items() if name.startswith("path_")},
-        profile=args.profile,
+        profile=getattr(args, "profile", None),
         env=dict(os.environ),
         cwd=Path.cwd(),
         host=this_host(),
@@ -116,10 +116,39 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    return _execute(args, dry_run=args.dry_run, detach=args.detach, resume=args.resume)
+    if args.resume is not None:
+        return _resume(args)
+    return _execute(args, dry_run=args.dry_run, detach=args.detach)
 
 
-def _execute(args: argparse.Namespace, *, dry_run: bool, detach: bool, resume: str | None) -> int:
+def _resume(args: argparse.Namespace) -> int:
+    """Goes on with a run; its plan is in its directory, so no run option can be given."""
+    from rl_engine.config.options import BY_NAME
+    from rl_engine.records.errors import UserError
+
+    given = [name[len("option_") :] for name, value in vars(args).items() if name.startswith("option_") and value]
+    if given or args.dry_run:
+        spelled = getattr(args, "spelled", {})
+        flag = spelled.get("option_" + given[0], BY_NAME[given[0]].flag) if given else "--dry-run"
+        raise UserError(
+            f"{flag} with --resume", "the run's own plan: a run with other values is a new one", f"leave {flag} out"
+        )
+    resume = _room("rl_engine.orchestrators.resume", "run --resume")
+    found = resume.find(args.resume, _output_root(args))
+    resume.check_resumable(found)
+    if args.detach:
+        return _room("rl_engine.orchestrators.detached", "run --detach").go_on(found, args.json)
+    local = _room("rl_engine.orchestrators.local", "run")
+    return local.run(list(found.plans), json_output=args.json, earlier=found.readers)
+
+
+def _output_root(args: argparse.Namespace) -> Path:
+    from rl_engine.config.resolve import output_root
+
+    return output_root(_request(args))
+
+
+def _execute(args: argparse.Namespace, *, dry_run: bool, detach: bool) -> int:
     """Preflight, then the orchestrator; it runs, validates and decides the exit code."""
     from rl_engine.config.document import profile_line
     from rl_engine.config.preflight import check_inputs, refuse_unbuilt, wants_demo_model
@@ -132,7 +161,7 @@ def _execute(args: argparse.Namespace, *, dry_run: bool, detach: bool, resume: s
         _print_plan(args, resolved)
         return 0
     _talk(profile_line(resolved[0]))
-    refuse_unbuilt(resolved, detach=detach, resume=resume)
+    refuse_unbuilt(resolved)
     directory = wants_demo_model(resolved[0])
     if directory is not None:
         from rl_engine.data.demo_model import ensure
@@ -141,8 +170,10 @@ def _execute(args: argparse.Namespace, *, dry_run: bool, detach: bool, resume: s
         resolved = resolve(request)  # the shape now comes from the checkpoint itself
     check_inputs(resolved)
     _check_disk(resolved[0])
-    local = _room("rl_engine.orchestrators.local", "run")
-    return local.run([item.plan for item in resolved], wait=not detach, json_output=args.json)
+    plans = [item.plan for item in resolved]
+    if detach:
+        return _room("rl_engine.orchestrators.detached", "run --detach").start(plans, json_output=args.json)
+    return _room("rl_engine.orchestrators.local", "run").run(plans, json_output=args.json)
 
 
 def _check_disk(subject: object) -> None:
@@ -177,7 +208,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     if args.matrix is None:
-        return _execute(args, dry_run=False, detach=False, resume=None)
+        return _execute(args, dry_run=False, detach=False)
     resolved = _resolve(args)
     return _room("rl_engine.orchestrators.matrix", "verify --matrix").main(
         resolved, matrix=args.matrix, json_output=args.json
@@ -226,7 +257,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _detached(args: argparse.Namespace) -> int:
     room = _room("rl_engine.orchestrators.detached", args.verb)
-    return getattr(room, args.verb)(args.run, json_output=args.json)
+    return getattr(room, args.verb)(args.run, output_root=_output_root(args), json_output=args.json)
 
 
 def _forward(verb: str, rest: list[str]) -> int:

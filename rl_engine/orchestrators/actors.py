@@ -145,6 +145,26 @@ class TrainWorker(_Worker):
         return_memory()
         return result
 
+    def save(self, folder: str) -> None:
+        """This rank's part of the trainer's state, as files in ``folder``.
+
+        Raises:
+            OSError: the disk is full or failing.
+        """
+        from rl_engine.engines.train.state import save_state
+
+        save_state(self.engine, Path(folder))
+
+    def restore(self, folder: str) -> None:
+        """The trainer's state from what :meth:`save` of all ranks left in ``folder``.
+
+        Raises:
+            StateMismatch: not a state of this model.
+        """
+        from rl_engine.engines.train.state import load_state
+
+        load_state(self.engine, Path(folder))
+
     def export(self) -> tuple[WeightSnapshot, dict[str, str]]:
         """(weights, digests): the weights go straight to the rollout engines, the digests to the evidence."""
         snapshot = self.engine.export()

@@ -75,9 +75,11 @@ class Fleet:
 
         Raises:
             RayError: the first failure; a worker's death goes before what it made others fail with.
+            HeadFailed: Ray itself died.
         """
         pending, failures, deadline = list(references), [], None
         while pending and (deadline is None or time.monotonic() < deadline):
+            self.head.check()
             ready, pending = self.ray.wait(pending, timeout=POLL_SECONDS)
             for reference in ready:
                 try:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable
+import os
+import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,10 +24,15 @@ from rl_engine.orchestrators.fleet import Fleet
 from rl_engine.orchestrators.interrupts import interruptible
 from rl_engine.orchestrators.memory import MemoryWatch
 from rl_engine.orchestrators.ray_head import Head, HeadFailed, ray_head
+from rl_engine.orchestrators.resume import check_inputs_unchanged, input_digests
+from rl_engine.orchestrators.supervise import Word, supervise
 from rl_engine.orchestrators.tokens import Tokenizer
 from rl_engine.orchestrators.verdict import print_runs, verdict
+from rl_engine.records.checkpoints import latest_checkpoint, write_checkpoint
+from rl_engine.records.codec import RecordError
 from rl_engine.records.environment import collect_environment, source_record
 from rl_engine.records.errors import UserError
+from rl_engine.records.reader import RunReader
 from rl_engine.records.statistics import logprob_statistics
 from rl_engine.records.types import SampleBatch, SampleRecord, StepRecord, StepSeconds
 from rl_engine.records.writer import RunWriter
@@ -41,7 +48,7 @@ class RunFailed(RuntimeError):
 
 
 class LocalRun:
-    """One run of one plan.
+    """One run of one plan: a new one, or the rest of one whose directory is there.
 
     Raises:
         UserError: an input that cannot be used; nothing was started or written.
@@ -49,8 +56,9 @@ class LocalRun:
 
     writer: RunWriter
 
-    def __init__(self, plan: Plan, display: Display) -> None:
-        self.plan, self.display = plan, display
+    def __init__(self, plan: Plan, display: Display, earlier: RunReader | None = None) -> None:
+        self.plan, self.display, self.earlier = plan, display, earlier
+        self.finished = earlier is not None and "finished" in {state.name for state in earlier.states()}
         if plan.data.samples_per_prompt < 2:
             raise UserError(
                 f"--samples-per-prompt {plan.data.samples_per_prompt}",
@@ -63,28 +71,53 @@ class LocalRun:
         for step in range(min(plan.rollouts, math.ceil(CHECKED_PROMPTS / plan.data.prompts_per_step))):
             self._requests(self.prompts.batch(step, plan.data.prompts_per_step))
         self.started = False
-        self.steps: list[StepRecord] = []
+        self.steps: list[StepRecord] = earlier.steps() if self.finished and earlier is not None else []
         self.fleet: Any = None
         self.pids: dict[str, int] = {}
 
     # -- the loop
 
-    def run(self, head: Head, memory: MemoryWatch) -> None:
-        """All steps.
+    def claim(self) -> None:
+        """Makes the run directory, or takes over the one that is there; from here on it says how the run ends.
 
         Raises:
-            RunFailed: a worker died or raised, or a record could not be written.
+            UserError: the directory is taken, or another process works on it.
+            RunFailed: it cannot be written.
+        """
+        if self.finished:
+            return
+        try:
+            if self.earlier is None:
+                plan = json.loads(plan_to_json(self.plan))
+                self.writer = RunWriter.create(Path(self.plan.run_dir), plan, plan_digest(self.plan))
+            else:
+                self.writer = RunWriter.take_over(Path(self.plan.run_dir))
+                self.steps = RunReader(self.writer.run_dir).steps()
+        except OSError as error:
+            raise RunFailed(str(error)) from error
+        self.started = True
+
+    def leave(self) -> None:
+        """An end for a run that did not begin, since the other one of its pair broke off."""
+        if self.started and self.writer.current_state == "planned":
+            self._close("interrupted", "the run before it did not finish")
+
+    def run(self, head: Head, memory: MemoryWatch) -> None:
+        """All steps that are not finished yet.
+
+        Raises:
+            RunFailed: a worker died or raised, a record could not be written, or a step that was computed again came
+                out differently.
             UserError: the proof of the operators failed, or an input cannot be used.
         """
         self.head, self.ray = head, head.ray
         self.reward = open_reward(reward_name(self.plan.data.source))
-        plan = json.loads(plan_to_json(self.plan))
         try:
-            self.writer = RunWriter.create(Path(self.plan.run_dir), plan, plan_digest(self.plan))
-            self.started = True
             self.writer.state("running")
-            self._start()
-            self._steps()
+            self._inputs()
+            if self.writer.next_step < self.plan.rollouts:
+                self._start()
+                self._steps(self._restore())
             self._end(memory)
             self.writer.state("finished")
         except (KeyboardInterrupt, BrokenPipeError) as error:
@@ -93,7 +126,7 @@ class LocalRun:
             raise
         except BaseException as error:
             self._close("failed", str(error))
-            if isinstance(error, OSError):
+            if isinstance(error, (OSError, RecordError)):
                 raise RunFailed(str(error)) from error
             raise
         finally:
@@ -101,8 +134,13 @@ class LocalRun:
             if self.fleet is not None:
                 self.fleet.stop()
 
-    def _steps(self) -> None:
-        for step in range(self.plan.rollouts):
+    def _inputs(self) -> None:
+        digests = input_digests(self.plan)
+        check_inputs_unchanged(RunReader(self.writer.run_dir), digests)
+        self.writer.event("inputs", **digests)
+
+    def _steps(self, first: int) -> None:
+        for step in range(first, self.plan.rollouts):
             watch, seconds = Stopwatch(), {}
             prompts = self.prompts.batch(step, self.plan.data.prompts_per_step)
             requests = self._requests(prompts)
@@ -118,7 +156,11 @@ class LocalRun:
             watch.lap()
             self._sync(step + 1)
             seconds["weight_sync"] = watch.lap()
+            if step < self.writer.next_step:
+                self.writer.confirm(self._step_record(step, batch, update, {**seconds, "other": 0.0}), batch)
+                continue
             self.writer.samples(step, batch)
+            self._save(step + 1)
             seconds["other"] = watch.lap()
             self._record(step, batch, update, seconds)
 
@@ -134,7 +176,43 @@ class LocalRun:
             self._guard(lambda: self.fleet.every("open"))
             for _, record in self._guard(lambda: self.fleet.every("environment")):
                 self.writer.environment(record)
-        self._sync(0)
+        self._sync(0)  # on resuming too: the model must be the one that the run began with
+
+    def _restore(self) -> int:
+        """The first step to compute: after the newest trainer state that belongs to finished steps.
+
+        Finished steps that lie behind it are computed again, and must come out as they are recorded.
+        """
+        done = self.writer.next_step
+        if not done:
+            return 0
+        try:
+            folder, state, passed_over = latest_checkpoint(self.writer.run_dir, self.writer.plan_digest, at_most=done)
+        except UserError as error:
+            first, why = 0, error.found
+        else:
+            with self.display.task(f"{self.plan.mode}: restoring the trainer"):
+                self._guard(lambda: self.fleet.train("restore", str(folder)))
+            self._sync(state.weight_version)
+            first, why = state.next_step, "; ".join(passed_over)
+        self.writer.event("resumed", first_step=first, finished_steps=done, passed_over=why)
+        again = f"; steps {first + 1} to {done} are computed again and compared" if first < done else ""
+        self._say(f"{self.plan.mode}: {done} finished steps, going on from step {first + 1}{again}")
+        return first
+
+    def _save(self, done: int) -> None:
+        """What this step must leave before it counts as finished: measured calls, and the trainer's state when due."""
+        for member, routes in self._guard(lambda: self.fleet.every("routes")):
+            self.writer.routes(member.engine, member.rank, routes)
+        every = self.plan.checkpoint_every
+        if every and done % every == 0:
+            write_checkpoint(
+                self.writer.run_dir,
+                self.writer.plan_digest,
+                next_step=done,
+                weight_version=done,
+                save=lambda folder: self._train("saving its state", "save", str(folder)),
+            )
 
     def _requests(self, prompts: list[Prompt]) -> list[Request]:
         """Every sample of a step to draw.
@@ -244,15 +322,23 @@ class LocalRun:
                 self.writer.event("weights_loaded", version=version, digest=digest, **place)
 
     def _record(self, step: int, batch: SampleBatch, update: UpdateResult, seconds: dict[str, float]) -> None:
-        statistics = logprob_statistics(batch)
-        records = batch.samples
-        responses = statistics.tokens_compared
         changed = update.changed_elements
         self.writer.event("update", step=step, changed_elements=changed, elements=update.elements)
         if self.plan.mode == "consistency" and update.ratio_mismatches:
             text = f"step {step + 1}: {update.ratio_mismatches} tokens with a ratio that is not 1 on an exact path"
             self._warn("ratio_mismatch", text, step=step, count=update.ratio_mismatches)
-        record = StepRecord(
+        record = self._step_record(step, batch, update, seconds)
+        self.writer.step(record)
+        self.steps.append(record)
+        self._say(step_line(self.plan.mode, record, self.plan.rollouts))
+
+    def _step_record(
+        self, step: int, batch: SampleBatch, update: UpdateResult, seconds: dict[str, float]
+    ) -> StepRecord:
+        statistics = logprob_statistics(batch)
+        records = batch.samples
+        responses = statistics.tokens_compared
+        return StepRecord(
             step=step,
             weight_version=step,
             samples=len(records),
@@ -274,18 +360,14 @@ class LocalRun:
             train_tokens_per_s=update.train_tokens / (update.seconds_train + update.seconds_optimizer),
             rollout_tokens_per_gpu_s=responses / seconds["rollout"],
         )
-        self.writer.step(record)
-        self.steps.append(record)
-        self._say(step_line(self.plan.mode, record, self.plan.rollouts))
 
     def _end(self, memory: MemoryWatch) -> None:
-        for member, routes in self._guard(lambda: self.fleet.every("routes")):
-            self.writer.routes(member.engine, member.rank, routes)
-        for _, record in self._guard(lambda: self.fleet.every("closing_environment")):
-            self.writer.environment(record)
-        for member, sent in self._guard(lambda: self.fleet.every("sent")):
-            if sent:
-                self.writer.event("bytes_sent", engine=member.engine, rank=member.rank, **sent)
+        if self.fleet is not None:
+            for _, record in self._guard(lambda: self.fleet.every("closing_environment")):
+                self.writer.environment(record)
+            for member, sent in self._guard(lambda: self.fleet.every("sent")):
+                if sent:
+                    self.writer.event("bytes_sent", engine=member.engine, rank=member.rank, **sent)
         self._environment("end")
         self.writer.event("memory", peak_pss_bytes=memory.peak)
 
@@ -358,42 +440,87 @@ class LocalRun:
 # -- one or two runs, and the verdict
 
 
-def run(plans: list[Plan], *, wait: bool, json_output: bool) -> int:
+def check(plans: list[Plan]) -> None:
+    """Everything about new runs that can be judged before anything starts.
+
+    Raises:
+        UserError: an input that cannot be used.
+    """
+    for plan in plans:
+        LocalRun(plan, Display())
+
+
+def run(plans: list[Plan], *, json_output: bool, earlier: Sequence[RunReader | None] = ()) -> int:
     """Runs every plan in turn, validates each, and judges a pair. Returns the exit code.
+
+    Args:
+        earlier: for every plan the directory to go on with, or None; empty where all are new.
 
     Raises:
         UserError: an input that cannot be used; nothing has run, or the run directory says what happened.
         KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; the run directory says so.
     """
-    assert wait, "a detached run is refused by the launcher"
     display = Display()
-    runs = [LocalRun(plan, display) for plan in plans]
-    status = "failed"
+    runs = [LocalRun(plan, display, old) for plan, old in zip(plans, earlier or [None] * len(plans), strict=True)]
+    word = supervise(lambda why: _lost(runs, why, json_output))
+    status, code = "failed", 3
     try:
         with interruptible():
-            code = _run_all(runs, display)
+            code = _run_all(runs, display, word)
         status = "failed" if code else "succeeded"
-        return code
     except (RunFailed, HeadFailed) as error:
         display.say(f"rlk-repro: run failed: {error}{_remains(runs)}")
-        return 3
+    except UserError:
+        code = 2
+        raise
     except KeyboardInterrupt:
-        status = "interrupted"
+        status, code = "interrupted", 130
         display.say(f"interrupted{_remains(runs)}")
         raise
+    except BrokenPipeError:
+        code = 141
+        raise
     finally:
-        print_runs([local.plan for local in runs if local.started], status, json_output)
+        try:
+            print_runs([local.plan for local in runs if local.started or local.finished], status, json_output)
+        finally:
+            word.ended(code)
+    return code
 
 
-def _run_all(runs: list[LocalRun], display: Display) -> int:
+def _lost(runs: list[LocalRun], why: str, json_output: bool) -> None:
+    """Says for a run what its process could not."""
+    for local in runs:
+        folder = Path(local.plan.run_dir)
+        if local.finished or not (folder / "plan.json").exists():
+            continue
+        local.started = True
+        with contextlib.suppress(OSError, UserError):
+            local.writer = RunWriter.take_over(folder, "failed", why)
+            local.steps = RunReader(folder).steps()
+            local.leave()
+            local.writer.close()
+    runs[0].display.say(f"rlk-repro: run failed: {why}{_remains(runs)}")
+    print_runs([local.plan for local in runs if local.started or local.finished], "failed", json_output)
+
+
+def _run_all(runs: list[LocalRun], display: Display, word: Word) -> int:
     plans = [local.plan for local in runs]
+    open_runs = [local for local in runs if not local.finished]
     model_bytes = 2 * sum(math.prod(shape) for shape in runs[0].config.tensor_shapes().values())
+    baseline = None
     with MemoryWatch() as memory, contextlib.ExitStack() as stack:
-        with display.task("starting Ray"):
-            head = stack.enter_context(ray_head(plans[0].threads, model_bytes))
-        for local in runs:
+        if open_runs:
+            with display.task("starting Ray"):
+                head = stack.enter_context(ray_head(plans[0].threads, model_bytes, word.folder))
+        # Both directories of a pair before its first run: whatever happens then, both plans are there to go on with.
+        for local in open_runs:
+            stack.callback(local.leave)
+            local.claim()
+        for local in open_runs:
             local.run(head, memory)
-        baseline = _baseline(runs[0]) if len(runs) == 2 else None
+        if len(runs) == 2 and runs[0].fleet is not None:
+            baseline = _baseline(runs[0])
     return verdict(plans, [local.steps for local in runs], display, baseline, memory.peak)
 
 
@@ -410,9 +537,11 @@ def _baseline(local: LocalRun) -> tuple[int, float]:
 
 
 def _remains(runs: list[LocalRun]) -> str:
-    """Where to look, in words, after a run that did not end well."""
-    started = [local for local in runs if local.started]
-    if not started:
+    """What is left and how to go on, in words, after a run that did not end well."""
+    begun = [local for local in runs if local.started and hasattr(local, "writer") and local.writer.attempts]
+    if not begun:
         return ""
-    last = started[-1]
-    return f"; {len(last.steps)} finished steps are in {last.plan.run_dir}, log {last.writer.log_path}"
+    last = begun[-1]
+    where = f"; {len(last.steps)} finished steps are in {last.plan.run_dir}, log {last.writer.log_path}"
+    name = last.plan.run_dir if last.plan.pair_id is None else os.path.join(last.plan.output_root, last.plan.pair_id)
+    return f"{where}; go on with: rlk-repro run --resume {shlex.quote(name)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import os
@@ -10,7 +11,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ END_SECONDS = 10.0
 # A Unix socket's path has at most 107 bytes, and Ray's own part below the folder takes about 80 of them.
 LONGEST_BASE = 24
 LOG_TAIL_BYTES = 4096
+VITAL = ("gcs_server", "raylet")
 
 
 class HeadFailed(RuntimeError):
@@ -35,6 +37,40 @@ class Head:
 
     def __init__(self, ray: Any, folder: Path, said: io.StringIO) -> None:
         self.ray, self.folder, self._said = ray, folder, said
+        self._started: list[psutil.Process] = []
+        self._vital: dict[str, psutil.Process] = {}
+
+    def started(self) -> None:
+        """To be called once Ray runs: remembers its processes."""
+        self._started = psutil.Process().children(recursive=True)
+        self._vital = {process.name(): process for process in self._started if process.name() in VITAL}
+
+    def check(self) -> None:
+        """That the head's own processes live: without them Ray first hangs, then ends this process.
+
+        Raises:
+            HeadFailed: one does not.
+        """
+        for name, process in self._vital.items():
+            if not _lives(process):
+                raise HeadFailed(f"Ray's head lost {name} (process {process.pid}): killed from outside or by a crash")
+
+    @property
+    def lives(self) -> bool:
+        """Whether Ray can still be asked for anything."""
+        return all(map(_lives, self._vital.values()))
+
+    def end(self) -> None:
+        """Ends every process that was started for Ray, by its id."""
+        processes = {*self._started, *psutil.Process().children(recursive=True)}
+        if self.lives:
+            self.ray.shutdown()
+            _, processes = psutil.wait_procs(processes, timeout=END_SECONDS / 2)
+        else:
+            atexit.unregister(self.ray.shutdown)  # it would ask the dead head
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def start(self, worker: type, *arguments: Any) -> Any:
         """An actor of ``worker``; ``progress`` can be asked while another method runs."""
@@ -42,7 +78,7 @@ class Head:
 
     def stop(self, actors: list[Any]) -> None:
         """Ends our actors; a dead one is no error."""
-        for actor in actors:
+        for actor in actors if self.lives else ():
             with contextlib.suppress(Exception):
                 self.ray.kill(actor, no_restart=True)
 
@@ -115,12 +151,13 @@ def _make_folder() -> Path:
 
 
 @contextlib.contextmanager
-def ray_head(threads: int, model_bytes: int) -> Iterator[Head]:
+def ray_head(threads: int, model_bytes: int, announce: Callable[[Path], None]) -> Iterator[Head]:
     """A head of our own; its processes and its folder are gone afterwards.
 
     Args:
         threads: ``OMP_NUM_THREADS`` of every worker.
         model_bytes: size of one weight snapshot; the object store holds two and some samples.
+        announce: told of the folder before anything is in it.
 
     Raises:
         HeadFailed: Ray did not start.
@@ -132,11 +169,15 @@ def ray_head(threads: int, model_bytes: int) -> Iterator[Head]:
         import ray  # takes seconds, so before there is a folder to remove
 
         folder = _make_folder()
+        head = Head(ray, folder, said)
         try:
+            announce(folder)
             _connect(ray, folder, max(OBJECT_STORE_BYTES, 2 * model_bytes + (256 << 20)))
-            yield Head(ray, folder, said)
+            head.started()
+            yield head
         finally:
-            _end(ray, folder)
+            head.end()
+            _remove(folder)
 
 
 def _connect(ray: Any, folder: Path, store_bytes: int) -> None:
@@ -160,14 +201,14 @@ def _connect(ray: Any, folder: Path, store_bytes: int) -> None:
         signal.signal(signal.SIGTERM, handler)
 
 
-def _end(ray: Any, folder: Path) -> None:
-    """Ends every process that was started for Ray, by its id, and removes the folder."""
-    started = psutil.Process().children(recursive=True)
-    ray.shutdown()
-    _, living = psutil.wait_procs(started, timeout=END_SECONDS / 2)
-    for process in living:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _remove(folder: Path) -> None:
     # A process that is just ending may still write a last line into the folder.
     deadline = time.monotonic() + END_SECONDS
     while folder.exists() and time.monotonic() < deadline:

@@ -10,6 +10,7 @@ from rl_engine.checks.validate import passed, record_validation, run_validation
 from rl_engine.config.plan import Plan
 from rl_engine.orchestrators.display import Display, rollout_speed, summary_table, total_seconds, verdict_lines
 from rl_engine.records.pair import pair_path, pair_record, write_pair
+from rl_engine.records.reader import RunReader
 from rl_engine.records.types import StepRecord
 
 Steps = Sequence[list[StepRecord]]
@@ -32,7 +33,8 @@ def verdict(
     for plan in plans:
         with display.task(f"{plan.mode}: validating"):
             findings = run_validation(plan.run_dir)
-            record_validation(plan.run_dir, findings)
+            if not RunReader(plan.run_dir).sealed:  # the finished half of a pair may be
+                record_validation(plan.run_dir, findings)
         good &= passed(findings)
         for finding in findings:
             if finding.status == "FAIL":

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import Cli, copy_sources, profile, save_model
+from tests.e2e.kills import make_cli, reference_run, small_model
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +24,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cli(sources: Path, model: Path, tmp_path: Path) -> Cli:
     """The command line in a folder of the test's own, with the small model and profile given."""
     return Cli(sources, tmp_path, ["--profile", str(profile(tmp_path)), "--model-root", str(model)])
+
+
+@pytest.fixture(scope="session")
+def quick_cli(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Cli:
+    """The command line with a model whose steps take hundredths of a second, for tests of life cycle."""
+    folder = tmp_path_factory.mktemp("quick")
+    return make_cli(sources, small_model(folder / "model"), folder)
+
+
+@pytest.fixture(scope="session")
+def reference(quick_cli: Cli) -> Path:
+    """The directory of a run of ``quick_cli`` that nobody disturbed."""
+    return reference_run(quick_cli)

@@ -160,13 +160,13 @@ class Command:
                 found[int(entry.name)] = text
         return found
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 240.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 240.0, poll: float = 0.1) -> None:
         """Until ``condition`` holds; fails when the command ends first or takes too long."""
         end = time.monotonic() + seconds
         while not condition():
             assert self.child.poll() is None, self.child.communicate()[1]
             assert time.monotonic() < end, f"nothing happened within {seconds} s"
-            time.sleep(0.1)
+            time.sleep(poll)
 
     def press_control_c(self) -> None:
         """What a terminal does: every process of the foreground group gets the signal."""
@@ -200,7 +200,7 @@ class Cli:
         self.sources, self.folder, self.base = sources, folder, base
 
     def start(self, verb: str, *arguments: str, env: Mapping[str, str] | None = None) -> Command:
-        base = self.base if verb in ("run", "plan", "verify") else []
+        base = self.base if verb in ("run", "plan", "verify") and "--resume" not in arguments else []
         return Command(self.sources, [verb, *base, *arguments], self.folder, env or {})
 
     def __call__(self, verb: str, *arguments: str, env: Mapping[str, str] | None = None) -> Done:

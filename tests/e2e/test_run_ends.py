@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -116,12 +115,12 @@ def test_a_signal_while_ray_starts_leaves_nothing(cli: Cli, seconds: float) -> N
 
 
 @pytest.mark.slow
-def test_a_driver_that_is_killed_takes_its_processes_with_it(cli: Cli) -> None:
+def test_the_run_of_a_killed_command_is_interrupted(cli: Cli) -> None:
+    """The process that waits for the run is gone; the run itself learns of it and cleans up."""
     command = started(cli)
     command.child.kill()
     done = command.finish()
-    assert [stray for stray in done.strays if not stray.startswith("rlk-ray-")] == []
-    assert len(RunReader(cli.run_dir("r")).steps()) >= 2
+    check_remains(cli, done, "interrupted")
 
 
 @pytest.mark.slow
@@ -134,18 +133,6 @@ def test_output_that_nobody_reads_ends_the_run(cli: Cli) -> None:
     done = command.finish()
     assert done.code == 141
     check_remains(cli, done, "interrupted", at_least=0)
-
-
-@pytest.mark.slow
-def test_a_full_disk_ends_the_run_with_its_reason(cli: Cli) -> None:
-    """A limit on file sizes stands in for the full disk: the driver's next samples do not fit."""
-    command = started(cli)
-    psutil.Process(command.child.pid).rlimit(psutil.RLIMIT_FSIZE, (4096, 4096))
-    done = command.finish()
-    assert done.code == 3, done.err
-    assert "File too large" in done.err and "Traceback" not in done.err
-    assert done.strays == ()
-    assert len(RunReader(cli.run_dir("r")).steps()) >= 2
 
 
 def broken_copy(sources: Path, folder: Path) -> Path:

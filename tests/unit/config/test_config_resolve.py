@@ -292,18 +292,16 @@ def test_inputs_that_a_run_needs(plan_for, tmp_path):
 
 
 def test_what_is_not_built_is_refused(plan_for):
-    refuse_unbuilt(plan_for(), detach=False, resume=None)
+    refuse_unbuilt(plan_for())
     for build in (
-        lambda: refuse_unbuilt(plan_for(stack="megatron-vllm"), detach=False, resume=None),
-        lambda: refuse_unbuilt(plan_for(backend="cuda"), detach=False, resume=None),
-        lambda: refuse_unbuilt(plan_for(pd=True), detach=False, resume=None),
-        lambda: refuse_unbuilt(plan_for(tp_size="3"), detach=False, resume=None),
-        lambda: refuse_unbuilt(plan_for(rollout_tp_size="3"), detach=False, resume=None),
-        lambda: refuse_unbuilt(plan_for(ray_port="8090"), detach=False, resume=None),
-        lambda: refuse_unbuilt(plan_for(native_deterministic=True), detach=False, resume=None),
-        lambda: refuse_unbuilt(plan_for(vllm_gpu_memory_utilization="0.5"), detach=False, resume=None),
-        lambda: refuse_unbuilt(plan_for(), detach=True, resume=None),
-        lambda: refuse_unbuilt(plan_for(), detach=False, resume="x"),
+        lambda: refuse_unbuilt(plan_for(stack="megatron-vllm")),
+        lambda: refuse_unbuilt(plan_for(backend="cuda")),
+        lambda: refuse_unbuilt(plan_for(pd=True)),
+        lambda: refuse_unbuilt(plan_for(tp_size="3")),
+        lambda: refuse_unbuilt(plan_for(rollout_tp_size="3")),
+        lambda: refuse_unbuilt(plan_for(ray_port="8090")),
+        lambda: refuse_unbuilt(plan_for(native_deterministic=True)),
+        lambda: refuse_unbuilt(plan_for(vllm_gpu_memory_utilization="0.5")),
     ):
         with pytest.raises(UserError):
             build()

@@ -47,7 +47,10 @@ def refused(capsys, *argv: str) -> str:
         (["plan", "surplus"], "surplus"),
         (["run", "--wait", "--detach"], "not allowed"),
         (["run", "--model-root", "/does/not/exist"], "/does/not/exist"),
-        (["run", "--resume", "x"], "--resume"),
+        (["run", "--resume", "nowhere"], "no run nowhere"),
+        (["run", "--resume", "x", "--lr", "1"], "--lr with --resume"),
+        (["attach", "nowhere"], "no run nowhere"),
+        (["stop", "nowhere", "--output-root", "x"], "no run nowhere"),
         (["validate"], "exactly one"),
         (["validate", "--run-dir", "nowhere"], "nowhere"),
         (["compare", "a", "b"], "no run directory a"),
@@ -86,8 +89,8 @@ def test_plan_json_is_one_object(capsys):
 def test_run_hands_both_plans_to_the_orchestrator(monkeypatch, capsys, tmp_path):
     seen: dict[str, object] = {}
 
-    def run(plans, *, wait, json_output):
-        seen.update(plans=plans, wait=wait, json_output=json_output)
+    def run(plans, *, json_output):
+        seen.update(plans=plans, json_output=json_output)
         return 1
 
     monkeypatch.setitem(sys.modules, "rl_engine.orchestrators.local", types.SimpleNamespace(run=run, __spec__=None))
@@ -105,7 +108,7 @@ def test_run_hands_both_plans_to_the_orchestrator(monkeypatch, capsys, tmp_path)
     (model / "config.json").write_text(json.dumps(config))
     assert main(["run", "--model-root", str(model), "--json"]) == 1
     assert [plan.mode for plan in seen["plans"]] == ["native", "consistency"]
-    assert (seen["wait"], seen["json_output"]) == (True, True)
+    assert seen["json_output"] is True
     assert capsys.readouterr().err.startswith("profile cpu-smollm2")
     assert not (tmp_path / ".rlk-workspace").exists()
 
