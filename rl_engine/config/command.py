@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rl_engine.config.plan import Plan
 
@@ -17,15 +17,16 @@ class Submission:
     environment: tuple[tuple[str, str], ...]
 
 
-def submission(plan: Plan) -> Submission:
+def submission(plan: Plan, given: Sequence[str] = ()) -> Submission:
     """The command and environment of ``plan``.
 
-    The built-in stack takes every value from ``plan.json``; an external runner gets its own flags.
+    An external runner gets its own flags; the built-in stack runs the launcher itself with the arguments ``given`` on
+    the command line, so that the printed line makes this very plan again.
     """
     paths = dict(plan.paths)
     if plan.stack != "vime":
         entry = ("-m", "rl_engine.entrypoints.repro", "run")
-        local = (plan.python, *entry, "--run-id", plan.pair_id or plan.run_id)
+        local = (plan.python, *entry, *given, "--run-id", plan.pair_id or plan.run_id)
         return Submission(local, tuple(sorted(_environment(plan, paths).items())))
     command = (plan.python, os.path.join(paths.get("vime_root", ""), "train.py"), *_vime_arguments(plan, paths))
     return Submission(command, tuple(sorted(_environment(plan, paths).items())))

@@ -28,7 +28,7 @@ def plan_document(resolved: Sequence[ResolvedPlan]) -> dict[str, object]:
 
 def _plan_object(item: ResolvedPlan) -> dict[str, object]:
     train, rollout = _memory(item)
-    sent = submission(item.plan)
+    sent = submission(item.plan, given_arguments(item))
     return {
         "digest": plan_digest(item.plan),
         "plan": dataclasses.asdict(item.plan),
@@ -49,6 +49,19 @@ def _memory(item: ResolvedPlan) -> tuple[RankMemory, RankMemory]:
 def profile_line(resolved: ResolvedPlan) -> str:
     """Which profile, and why: the first line of every command that resolves one."""
     return f"profile {resolved.profile.profile.name} ({resolved.profile.file}): {resolved.profile.why}"
+
+
+def given_arguments(item: ResolvedPlan) -> tuple[str, ...]:
+    """Profile, workspace, and what flags or the environment gave: with these the launcher resolves the same plan."""
+    parts = ["--profile", str(item.profile.file)]
+    for value in item.values:
+        outside = value.source in ("flag", "env")
+        if value.name == "run_id" or value.value is None or not (outside or value.name == "workspace"):
+            continue
+        flag = BY_NAME[value.name].flag if value.name in BY_NAME else "--" + value.name.replace("_", "-")
+        if value.value is not False:
+            parts += [flag] if value.value is True else [f"{flag}={value.value}"]
+    return tuple(parts)
 
 
 def plan_text(resolved: Sequence[ResolvedPlan]) -> str:
@@ -118,7 +131,7 @@ def _plan_lines(item: ResolvedPlan) -> list[str]:
         for side, memory in zip(("train rank", "rollout rank"), _memory(item), strict=True)
     ]
     arguments = ", ".join(f"{name} {value}" for name, value in rollout_engine_arguments(plan))
-    sent = submission(plan)
+    sent = submission(plan, given_arguments(item))
     lines += [f"  rollout engine  {arguments}", f"  command         {shlex.join(sent.command)}"]
     lines += [f"  environment     {name}={value}" for name, value in sent.environment]
     return lines + [f"  note            {note}" for note in item.notes]

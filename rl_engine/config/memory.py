@@ -68,7 +68,8 @@ def train_memory(plan: Plan) -> RankMemory:
 def rollout_memory(plan: Plan, gpu_model: str | None) -> RankMemory:
     """One rollout rank: bf16 weights, the KV pool and the logits of one decoding step.
 
-    On a GPU the pool fills the plan's share of device memory; on a CPU it holds the samples in flight.
+    On a GPU the pool fills the plan's share of device memory. On a CPU it holds the samples in flight, and the weights
+    are held twice for a moment while they are read: in a small run that is the peak, shown as activations.
     """
     assert plan.model is not None
     model, shape = plan.model, plan.topology
@@ -81,6 +82,8 @@ def rollout_memory(plan: Plan, gpu_model: str | None) -> RankMemory:
     device = DEVICE_BYTES.get(gpu_model or "")
     if plan.backend != "cpu" and device is not None:
         pool = max(0, int(plan.engine.gpu_memory_utilization * device) - weights)
+    if plan.backend == "cpu":
+        logits = max(logits, weights - pool)
     return RankMemory(weights, 0, 0, logits, pool, _process(plan))
 
 

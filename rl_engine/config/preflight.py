@@ -34,6 +34,7 @@ def refuse_unbuilt(resolved: Sequence[ResolvedPlan]) -> None:
             "--pd", "engines that prefill and decode: the built-in stack does not split them", "leave --pd out"
         )
     _refuse_groups(resolved)
+    _refuse_mixed_heads(resolved)
     for name, what in _NOT_HONOURED:
         value = next((value for value in resolved[0].values if value.name == name), None)
         if value is not None and value.source == "flag":
@@ -76,6 +77,19 @@ def _refuse_groups(resolved: Sequence[ResolvedPlan]) -> None:
                 "one rank each: torch's own operators have no exact layout",
                 "--mode consistency, or --tp 1 --cp 1 --rollout-tp 1",
             )
+
+
+def _refuse_mixed_heads(resolved: Sequence[ResolvedPlan]) -> None:
+    """A stock head has no proof beside contract products, and a stock logprob no gradient through a contract head."""
+    for item in resolved:
+        sides = {"train": dict(item.plan.providers.train), "rollout": dict(item.plan.providers.rollout)}
+        for side, operator in (("train", "lm_head"), ("rollout", "lm_head"), ("train", "selected_logp")):
+            if item.plan.mode == "consistency" and sides[side].get(operator) == "stock":
+                raise UserError(
+                    f"--native {operator}@{side}",
+                    "the contract's own head on both sides and its logprob on the trainer's",
+                    "--native selected_logp@rollout shows a stock logprob",
+                )
 
 
 def wants_demo_model(resolved: ResolvedPlan) -> Path | None:

@@ -11,6 +11,8 @@ import os
 import sys
 from pathlib import Path
 
+HELPED = ("bench", "diagnose")  # forwarded verbs whose own parser needs the standard library alone
+
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command line and returns its exit code."""
@@ -19,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
 
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        if argv and argv[0] in FORWARDED and not {"-h", "--help"} & set(argv[1:2]):
+        if argv and argv[0] in FORWARDED and (argv[0] in HELPED or not {"-h", "--help"} & set(argv[1:2])):
             return _forward(argv[0], argv[1:])
         args = parse(argv)
         if sys.hexversion < 0x030B0000:
@@ -209,10 +211,29 @@ def _doctor(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     if args.matrix is None:
         return _execute(args, dry_run=False, detach=False)
-    resolved = _resolve(args)
-    return _room("rl_engine.orchestrators.matrix", "verify --matrix").main(
-        resolved, matrix=args.matrix, json_output=args.json
-    )
+    return _matrix(args)
+
+
+def _matrix(args: argparse.Namespace) -> int:
+    """The demo model first, as for a run, then every layout; consistency mode unless a flag says otherwise."""
+    import dataclasses
+
+    from rl_engine.config.document import profile_line
+    from rl_engine.config.preflight import wants_demo_model
+    from rl_engine.config.resolve import resolve
+
+    request = _request(args)
+    request = dataclasses.replace(request, flags={"mode": "consistency", **request.flags})
+    resolved = resolve(request)
+    _talk(profile_line(resolved[0]))
+    directory = wants_demo_model(resolved[0])
+    if directory is not None:
+        from rl_engine.data.demo_model import ensure
+
+        ensure(directory, _talk)
+        resolved = resolve(request)
+    matrix = _room("rl_engine.orchestrators.matrix", "verify --matrix")
+    return matrix.main(resolved, matrix=args.matrix, json_output=args.json, request=request)
 
 
 def _validate(args: argparse.Namespace) -> int:

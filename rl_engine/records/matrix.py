@@ -11,7 +11,7 @@ from rl_engine.records import paths
 from rl_engine.records.codec import decode, encode, parse_json
 from rl_engine.records.files import write_atomic
 
-CellStatus = Literal["equal", "differs", "failed", "refused", "not run"]
+CellStatus = Literal["equal", "differs", "control", "failed", "refused", "not run"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,8 @@ class MatrixCell:
     """One topology. ``detail`` says in words what differs first, or why there is nothing to compare.
 
     ``status`` is ``equal`` when the run is valid, has no mismatch and agrees with the reference in tokens, logprobs,
-    gradient norms and weights; ``run_id`` is empty where no run was started.
+    gradient norms and weights; ``run_id`` is empty where no run was started. ``native`` are the operators that stayed
+    stock, comma-separated: such a cell is a ``control``, which is not expected to be equal.
     """
 
     train_tp: int
@@ -27,6 +28,7 @@ class MatrixCell:
     rollout_tp: int
     rollout_cp: int
     rollout_engines: int
+    native: str
     status: CellStatus
     run_id: str
     plan_digest: str

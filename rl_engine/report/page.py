@@ -231,7 +231,7 @@ def _providers(runs: Sequence[RunView]) -> dict[str, Any]:
 
 def _matrix(matrix: MatrixRecord) -> dict[str, Any]:
     rows, columns, cells = grid(matrix)
-    states = {"equal": "good", "differs": "bad", "failed": "bad", "refused": "warn", "not run": ""}
+    states = {"equal": "good", "differs": "bad", "failed": "bad", "control": "warn", "refused": "warn", "not run": ""}
 
     def cell(row: str, column: str) -> dict[str, str]:
         item = cells.get((row, column))
@@ -240,10 +240,10 @@ def _matrix(matrix: MatrixRecord) -> dict[str, Any]:
         text = shown(item.mismatches) if item.tokens_compared else "-"
         return {"state": states[item.status], "text": text, "word": item.status}
 
-    ran = [item for item in matrix.cells if item.status in ("equal", "differs")]
-    equal = sum(item.status == "equal" for item in ran)
+    judged = [item for item in matrix.cells if item.status != "control"]
+    equal = sum(item.status == "equal" for item in judged)
     return {
-        "title": f"{matrix.name}: {equal} of {len(matrix.cells)} layouts agree with the first in every bit",
+        "title": f"{matrix.name}: {equal} of {len(judged)} layouts agree with the first in every bit",
         "text": f"{matrix.matrix_id}, {matrix.time}, {matrix.device}. Reference: {matrix.reference or 'none'}. "
         "Compared: tokens, logprobs, gradient norms and weights.",
         "columns": columns,
@@ -251,7 +251,7 @@ def _matrix(matrix: MatrixRecord) -> dict[str, Any]:
         "details": [
             f"TP{c.train_tp} CP{c.train_cp} with {c.rollout_engines} x TP{c.rollout_tp} CP{c.rollout_cp}: {c.detail}"
             for c in matrix.cells
-            if c.status != "equal" and c.detail
+            if c.status not in ("equal", "control") and c.detail
         ],
     }
 

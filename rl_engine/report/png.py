@@ -6,7 +6,7 @@ import io
 import math
 from typing import Any
 
-from rl_engine.records.matrix import MatrixRecord
+from rl_engine.records.matrix import MatrixCell, MatrixRecord
 from rl_engine.report.charts import Chart
 
 COLOURS = {"native": "#c2410c", "consistency": "#1d4ed8"}
@@ -15,6 +15,7 @@ CELL_COLOURS = {
     "equal": "#86d39b",
     "differs": "#f2a07b",
     "failed": "#e46a6a",
+    "control": "#f6dfa0",
     "refused": "#d4d4d8",
     "not run": "#f4f4f5",
 }
@@ -105,12 +106,16 @@ def matrix_png(matrix: MatrixRecord) -> bytes:
 def grid(matrix: MatrixRecord) -> tuple[list[str], list[str], dict[tuple[str, str], Any]]:
     """Rows (training layouts), columns (rollout layouts), and the cell at each pair of their names."""
     named = [
-        ((f"TP{c.train_tp} CP{c.train_cp}", f"{c.rollout_engines} x TP{c.rollout_tp} CP{c.rollout_cp}"), c)
+        ((f"TP{c.train_tp} CP{c.train_cp}{_stock(c)}", f"{c.rollout_engines} x TP{c.rollout_tp} CP{c.rollout_cp}"), c)
         for c in matrix.cells
     ]
     rows = list(dict.fromkeys(name[0] for name, _ in named))
     columns = list(dict.fromkeys(name[1] for name, _ in named))
     return rows, columns, dict(named)
+
+
+def _stock(cell: MatrixCell) -> str:
+    return f", stock {cell.native}" if cell.native else ""
 
 
 def _new(title: str) -> tuple[Any, Any]:

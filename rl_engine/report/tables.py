@@ -205,8 +205,8 @@ def environments_table(runs: Sequence[RunView]) -> Table:
 
 def matrix_table(matrices: Sequence[MatrixRecord]) -> Table:
     """Every cell of every topology matrix."""
-    columns = ("matrix", "name", "train_tp", "train_cp", "rollout_tp", "rollout_cp", "rollout_engines", "status", "run")
-    columns += ("steps", "tokens", "mismatches", "detail")
+    columns = ("matrix", "name", "train_tp", "train_cp", "rollout_tp", "rollout_cp", "rollout_engines", "native")
+    columns += ("status", "run", "steps", "tokens", "mismatches", "detail")
     rows = [
         (
             matrix.matrix_id,
@@ -216,6 +216,7 @@ def matrix_table(matrices: Sequence[MatrixRecord]) -> Table:
             cell.rollout_tp,
             cell.rollout_cp,
             cell.rollout_engines,
+            cell.native,
             cell.status,
             cell.run_id,
             cell.steps,

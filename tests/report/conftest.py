@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -25,8 +26,9 @@ def output_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for mode in ("native", "consistency"):
         seal(make_run(root / f"p-{mode}", mode, rollouts=STEPS, pair_id="p"))
     make_run(root / "open-run", "consistency", rollouts=3)
-    cell = MatrixCell(2, 1, 1, 1, 2, "equal", "m-1", "d" * 64, 2, 500, 0, "")
-    cells = (cell, MatrixCell(1, 2, 2, 1, 1, "differs", "m-2", "e" * 64, 2, 500, 7, "tokens of step 1 differ"))
+    cell = MatrixCell(2, 1, 1, 1, 2, "", "equal", "m-1", "d" * 64, 2, 500, 0, "")
+    cells = (cell, MatrixCell(1, 2, 2, 1, 1, "", "differs", "m-2", "e" * 64, 2, 500, 7, "tokens of step 1 differ"))
+    cells += (dataclasses.replace(cell, native="lm_head", status="control", run_id="m-3", mismatches=500),)
     write_matrix(root, MatrixRecord("m", "modules", "2026-11-29T00:00:00Z", "cpu", "m-1", cells))
     times = {"native": {"median": 2.0, "per_second": 5.0}, "consistency": {"median": 1.0, "per_second": 10.0}}
     case = {"case": "linear 64 rows", "work": 10, "unit": "tokens", "times": times, "speed": {"consistency": 2.0}}

@@ -72,7 +72,7 @@ def test_tables_hold_the_records(report: Path, output_root: Path) -> None:
     assert runs["p-native"]["validation"] == "valid" and len(runs["p-native"]["seal_root"]) == 64
     assert all(row["provider"] == row["planned"] for row in rows(report, "providers"))
     assert {row["status"] for row in rows(report, "gates")} <= {"PASS", "WARN"}
-    assert [row["run"] for row in rows(report, "matrix")] == ["m-1", "m-2"]
+    assert [row["run"] for row in rows(report, "matrix")] == ["m-1", "m-2", "m-3"]
     assert {row["contestant"]: row["speed"] for row in rows(report, "prices")} == {"native": "", "consistency": "2.0"}
 
 

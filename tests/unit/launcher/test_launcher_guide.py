@@ -225,3 +225,24 @@ def test_modes_that_pin_different_revisions_cannot_be_paired(cuda_host, capsys, 
 def test_vime_needs_a_workspace(machine, capsys):
     assert main(["plan", "--profile", str(CUDA)]) == 2
     assert "--workspace" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--workspace {ws}",
+        "--workspace {ws} --mode consistency --lr 3e-6 --require-control --tp 3 --rollout-stop END",
+        "--output-root {ws}/runs --steps 2",
+    ],
+)
+def test_the_printed_command_makes_the_same_plan(machine, capsys, tmp_path, monkeypatch, line):
+    """From anywhere: it names profile, workspace and everything that was given."""
+    assert main(["plan", "--json", "--run-id", "x", *line.format(ws=tmp_path / "ws").split()]) == 0
+    first = json.loads(capsys.readouterr().out)["plans"]
+    command = first[0]["command"]
+    assert command[1:4] == ["-m", "rl_engine.entrypoints.repro", "run"] and "--workspace" in " ".join(command)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(["plan", "--json", *command[4:]]) == 0
+    again = json.loads(capsys.readouterr().out)["plans"]
+    assert [plan["digest"] for plan in again] == [plan["digest"] for plan in first]

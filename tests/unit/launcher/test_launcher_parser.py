@@ -194,3 +194,12 @@ def test_lock_pins_everything_exactly():
                 assert "://" not in line
                 assert "+" not in line  # a local version would bind the lock to one build of torch
     assert "torch==2.13.0" in Path(folder / "lock.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize(("verb", "words"), [("bench", ("rollout", "train", "ops", "e2e")), ("diagnose", ("--fields",))])
+def test_help_of_a_forwarded_verb_is_its_own(verb, words):
+    """Asked without third-party packages: -S leaves site-packages out."""
+    command = [sys.executable, "-S", "-m", "rl_engine.entrypoints.repro", verb, "--help"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(word in done.stdout for word in words)
