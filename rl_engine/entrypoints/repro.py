@@ -291,6 +291,11 @@ def _forward(verb: str, rest: list[str]) -> int:
 
         if not (REPOSITORY / "benchmarks" / "__main__.py").is_file():
             raise UserError("bench", "a checkout with benchmarks/", "run it from a clone of the repository")
+        if {"-h", "--help"} & set(rest[:1]):
+            sys.path.insert(0, str(REPOSITORY))
+            from benchmarks.__main__ import parser
+
+            parser().parse_args(rest[:1])
         path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
         return subprocess.call([sys.executable, "-m", "benchmarks", *rest], env={**os.environ, "PYTHONPATH": path})
     modules = {

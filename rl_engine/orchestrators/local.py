@@ -330,7 +330,8 @@ class LocalRun:
         record = self._step_record(step, batch, update, seconds)
         self.writer.step(record)
         self.steps.append(record)
-        self._say(step_line(self.plan.mode, record, self.plan.rollouts))
+        self.writer.log(step_line(self.plan.mode, record, self.plan.rollouts))
+        self.display.step(self.plan.mode, record, self.plan.rollouts)
 
     def _step_record(
         self, step: int, batch: SampleBatch, update: UpdateResult, seconds: dict[str, float]

@@ -196,7 +196,9 @@ def test_lock_pins_everything_exactly():
     assert "torch==2.13.0" in Path(folder / "lock.txt").read_text().splitlines()
 
 
-@pytest.mark.parametrize(("verb", "words"), [("bench", ("rollout", "train", "ops", "e2e")), ("diagnose", ("--fields",))])
+@pytest.mark.parametrize(
+    ("verb", "words"), [("bench", ("rollout", "train", "ops", "e2e")), ("diagnose", ("--fields",))]
+)
 def test_help_of_a_forwarded_verb_is_its_own(verb, words):
     """Asked without third-party packages: -S leaves site-packages out."""
     command = [sys.executable, "-S", "-m", "rl_engine.entrypoints.repro", verb, "--help"]
