@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from rl_engine.checks.gates.evidence import locate
 from rl_engine.numerics.bits import compare_bits
-from rl_engine.records.codec import encode, printable
+from rl_engine.records.codec import encode
+from rl_engine.records.errors import printable
 from rl_engine.records.reader import RunReader
 from rl_engine.records.types import EnvironmentRecord, SampleBatch, StepRecord
 

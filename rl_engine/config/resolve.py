@@ -474,7 +474,7 @@ def read_model_facts(model_root: Path) -> ModelFacts:
     file = model_root / "config.json"
     try:
         body = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"{file} that cannot be read ({error})", "a Hugging Face config.json", "check --model-root"
         ) from None

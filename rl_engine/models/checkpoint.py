@@ -27,15 +27,15 @@ def _files(folder: Path) -> dict[str, Path]:
         with safe_open(folder / SINGLE, framework="pt") as file:
             return dict.fromkeys(file.keys(), folder / SINGLE)
     try:
-        index = json.loads((folder / INDEX).read_text())
-    except ValueError as error:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise WeightMismatch(f"{folder / INDEX} is no JSON: {error}") from error
     names = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         raise WeightMismatch(f"{folder / INDEX} holds no weight_map of tensor names to files")
     for file in names.values():
-        if Path(file).name != file:
-            raise WeightMismatch(f"{folder / INDEX} names {file!r}, expected a file beside it")
+        if Path(file).name != file or not file.isprintable():
+            raise WeightMismatch(f"{folder / INDEX} names {ascii(file)[:100]}, expected a file beside it")
     return {name: folder / file for name, file in names.items()}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ import torch
 from torch import Tensor
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+REQUIRED = ("num_attention_heads", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
+REQUIRED += ("rms_norm_eps", "max_position_embeddings")
+LARGEST = 2**31 - 1
+MOST_LAYERS = 4096
 
 
 class UnsupportedModel(ValueError):
@@ -89,57 +94,90 @@ def _scale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return torch.where((wavelengths >= high) & (wavelengths <= low), blended, scaled)
 
 
+def _whole(data: dict[str, Any], name: str, otherwise: int | None = None, most: int = LARGEST) -> int:
+    """A whole number in [1, ``most``]; null and, with ``otherwise``, a missing key give ``otherwise``."""
+    value = data.get(name)
+    if value is None and otherwise is not None:
+        return otherwise
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise UnsupportedModel(f"{name} {_shown(value)} in config.json, expected a whole number from 1 to {most}")
+    return value
+
+
+def _real(data: dict[str, Any], name: str, otherwise: float | None = None) -> float:
+    """A finite number above 0."""
+    value = data.get(name)
+    if value is None and otherwise is not None:
+        return otherwise
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < value < sys.float_info.max:
+        raise UnsupportedModel(f"{name} {_shown(value)} in config.json, expected a finite number above 0")
+    return float(value)
+
+
+def _shown(value: object) -> str:
+    """At most 60 printable characters of a stranger's value."""
+    if isinstance(value, int) and abs(value) >= 10**50:
+        return "of more than 50 digits"
+    text = ascii(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def _rope(data: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    parameters = dict(data.get("rope_parameters") or data.get("rope_scaling") or {})
-    base = float(parameters.get("rope_theta") or data.get("rope_theta") or 10000.0)
+    parameters = data.get("rope_parameters") or data.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        raise UnsupportedModel(f"rope parameters {_shown(parameters)}, expected an object")
+    base = _real(parameters, "rope_theta", _real(data, "rope_theta", 10000.0))
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         return base, None
     if kind != "llama3":
-        raise UnsupportedModel(f"rope type {kind!r}, expected default or llama3")
+        raise UnsupportedModel(f"rope type {_shown(kind)}, expected default or llama3")
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     missing = [name for name in names if name not in parameters]
     if missing:
         raise UnsupportedModel(f"llama3 rope without {missing[0]}")
-    factor, low, high, original = (parameters[name] for name in names)
-    return base, RopeScaling(float(factor), float(low), float(high), int(original))
+    factor, low, high = (_real(parameters, name) for name in names[:3])
+    return base, RopeScaling(factor, low, high, _whole(parameters, names[3]))
 
 
 def parse_config(data: dict[str, Any]) -> ModelConfig:
     """From the content of ``config.json``.
 
     Raises:
-        UnsupportedModel: another architecture, biases, a sliding window, or a missing key.
+        UnsupportedModel: another architecture, biases, a sliding window, or a key that is missing or no sensible size.
     """
-    architecture = (data.get("architectures") or ["none"])[0]
+    named = data.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else "none"
     if architecture not in ARCHITECTURES:
-        raise UnsupportedModel(f"architecture {architecture}, expected {' or '.join(ARCHITECTURES)}")
+        shown = architecture if isinstance(architecture, str) and architecture.isidentifier() else _shown(architecture)
+        raise UnsupportedModel(f"architecture {shown}, expected {' or '.join(ARCHITECTURES)}")
     for flag in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if data.get(flag):
             raise UnsupportedModel(f"{flag} is set, expected a decoder without it")
     if data.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModel(f"hidden_act {data['hidden_act']!r}, expected 'silu'")
-    try:
-        heads, hidden = int(data["num_attention_heads"]), int(data["hidden_size"])
-        base, scaling = _rope(data)
-        config = ModelConfig(
-            architecture=architecture,
-            layers=int(data["num_hidden_layers"]),
-            hidden=hidden,
-            intermediate=int(data["intermediate_size"]),
-            heads=heads,
-            kv_heads=int(data.get("num_key_value_heads") or heads),
-            head_dim=int(data.get("head_dim") or hidden // heads),
-            vocabulary=int(data["vocab_size"]),
-            tied=bool(data.get("tie_word_embeddings", False)),
-            qk_norm=architecture == "Qwen3ForCausalLM",
-            norm_eps=float(data["rms_norm_eps"]),
-            rope_base=base,
-            rope_scaling=scaling,
-            max_positions=int(data["max_position_embeddings"]),
-        )
-    except KeyError as error:
-        raise UnsupportedModel(f"config.json without {error.args[0]}") from error
+        raise UnsupportedModel(f"hidden_act {_shown(data['hidden_act'])}, expected 'silu'")
+    for name in REQUIRED:
+        if name not in data:
+            raise UnsupportedModel(f"config.json without {name}")
+    heads, hidden = _whole(data, "num_attention_heads"), _whole(data, "hidden_size")
+    base, scaling = _rope(data)
+    config = ModelConfig(
+        architecture=architecture,
+        layers=_whole(data, "num_hidden_layers", most=MOST_LAYERS),
+        hidden=hidden,
+        intermediate=_whole(data, "intermediate_size"),
+        heads=heads,
+        kv_heads=_whole(data, "num_key_value_heads", heads),
+        head_dim=_whole(data, "head_dim", max(1, hidden // heads)),
+        vocabulary=_whole(data, "vocab_size"),
+        tied=data.get("tie_word_embeddings") is True,
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        norm_eps=_real(data, "rms_norm_eps"),
+        rope_base=base,
+        rope_scaling=scaling,
+        max_positions=_whole(data, "max_position_embeddings"),
+    )
     if config.heads % config.kv_heads or config.head_dim % 2:
         raise UnsupportedModel(
             f"{config.heads} query heads, {config.kv_heads} KV heads of {config.head_dim}, expected whole groups"
@@ -155,8 +193,8 @@ def read_config(folder: Path) -> ModelConfig:
         FileNotFoundError: no such file.
     """
     try:
-        data = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
+        data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise UnsupportedModel(f"{folder / 'config.json'} is no JSON: {error}") from error
     if not isinstance(data, dict):
         raise UnsupportedModel(f"{folder / 'config.json'} holds no object")

@@ -60,7 +60,7 @@ def _found(base: Path, folders: list[Path]) -> Found:
     plans = []
     for reader in readers:
         plan = decode(Plan, reader.plan().plan, "plan.json")
-        if Path(plan.run_dir).resolve() != reader.run_dir:
+        if not _same_place(plan.run_dir, reader.run_dir):
             raise UserError(
                 f"{reader.run_dir} of a run that was made in {plan.run_dir}",
                 "a run directory where it was made",
@@ -68,6 +68,13 @@ def _found(base: Path, folders: list[Path]) -> Found:
             )
         plans.append(plan)
     return Found(base.name, base.parent.resolve(), readers, tuple(plans))
+
+
+def _same_place(text: str, folder: Path) -> bool:
+    try:
+        return Path(text).resolve() == folder
+    except (OSError, ValueError):  # a stranger's plan may name what is no path
+        return False
 
 
 def check_resumable(found: Found) -> None:

@@ -15,7 +15,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Union
 
-from rl_engine.records.errors import UserError
+from rl_engine.records.errors import UserError, printable
 
 T = TypeVar("T")
 
@@ -31,16 +31,6 @@ class RecordError(UserError):
 
     def __init__(self, found: str, expected: str, hint: str = _HINT_FILE) -> None:
         super().__init__(printable(found), printable(expected), hint)
-
-
-def printable(text: str, limit: int = 600) -> str:
-    """``text`` for a message: control and format characters escaped, at most about ``limit`` characters.
-
-    A stranger's file must neither steer a terminal nor fill it.
-    """
-    if len(text) > limit:
-        text = f"{text[: limit // 2]} ... {text[-limit // 4 :]}"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def canonical_json(value: JsonValue) -> str:

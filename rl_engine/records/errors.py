@@ -19,4 +19,15 @@ class UserError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return f"found {self.found}, expected {self.expected}; hint: {self.hint}"
+        parts = (printable(part.replace("\n", " "), 2000) for part in (self.found, self.expected, self.hint))
+        return "found {}, expected {}; hint: {}".format(*parts)
+
+
+def printable(text: str, limit: int = 600) -> str:
+    """``text`` for a message: control and format characters escaped, at most about ``limit`` characters.
+
+    A stranger's file must neither steer a terminal nor fill it.
+    """
+    if len(text) > limit:
+        text = f"{text[: limit // 2]} ... {text[-limit // 4 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

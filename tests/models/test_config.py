@@ -57,6 +57,15 @@ def test_demo_model(smollm2: Path) -> None:
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3 rope without low_freq_factor"),
         ({"num_key_value_heads": 3}, "16 query heads, 3 KV heads"),
         ({"head_dim": 63}, "expected whole groups"),
+        ({"vocab_size": []}, "vocab_size"),
+        ({"hidden_size": "cpu"}, "hidden_size 'cpu'"),
+        ({"intermediate_size": 10**4000}, "of more than 50 digits"),
+        ({"num_hidden_layers": 2**31 - 1}, "from 1 to 4096"),
+        ({"num_attention_heads": True}, "num_attention_heads True"),
+        ({"rms_norm_eps": float("inf")}, "a finite number"),
+        ({"rope_theta": -1}, "rope_theta -1"),
+        ({"rope_scaling": [1]}, "expected an object"),
+        ({"architectures": ["\x1b[2J"]}, r"\\x1b"),
         *(
             ({key: None}, f"without {key}")
             for key in (
@@ -87,7 +96,7 @@ def test_defaults_of_older_files() -> None:
     assert parse_config(body(sliding_window=4096, use_sliding_window=False)) == parse_config(body())
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "3", ""])
+@pytest.mark.parametrize("text", ["{", "[]", "3", "", pytest.param("[" * 100_000, id="deep")])
 def test_damaged_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UnsupportedModel, match=r"config\.json"):

@@ -11,7 +11,8 @@ import numpy as np
 from rl_engine.checks.finding import Finding
 from rl_engine.config.plan import Plan
 from rl_engine.numerics.bits import hex_bits, int_view
-from rl_engine.records.codec import RecordError, decode, printable
+from rl_engine.records.codec import RecordError, decode
+from rl_engine.records.errors import printable
 from rl_engine.records.reader import RunReader
 from rl_engine.records.statistics import summarise
 from rl_engine.records.types import (

@@ -320,6 +320,11 @@ def test_pair_is_computed_from_files(tmp_path: Path) -> None:
         pair_record("p", consistency, native)
 
 
+def test_a_mistake_never_steers_the_terminal() -> None:
+    text = str(UserError("a\x1b[2Jb\nc", "\u202e" + "x" * 9000, "ü 文"))
+    assert text.isprintable() and "a\\x1b[2Jb c" in text and "ü 文" in text and len(text) < 3000
+
+
 def test_messages_stay_short_and_printable(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     text = (run / "weights/0.json").read_text()
