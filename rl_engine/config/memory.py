@@ -14,7 +14,8 @@ DEVICE_BYTES = {"H100 80GB": 80 * 10**9, "gfx942": 192 * 10**9}
 
 @dataclasses.dataclass(frozen=True)
 class RankMemory:
-    """Bytes per rank. ``process`` is the interpreter with its libraries (host memory, on a CPU only)."""
+    """Bytes per rank. ``process`` is the interpreter with its libraries, ``passing`` what weights take on their way from
+    the trainer to the rollout engines through the object store (both host memory, on a CPU only)."""
 
     weights: int
     gradients: int
@@ -22,6 +23,7 @@ class RankMemory:
     activations: int
     kv_pool: int
     process: int
+    passing: int
 
     @property
     def total(self) -> int:
@@ -62,14 +64,14 @@ def train_memory(plan: Plan) -> RankMemory:
         activations=kept + one_layer + logits,
         kv_pool=0,
         process=_process(plan),
+        passing=BF16 * count // 2 if plan.backend == "cpu" else 0,
     )
 
 
 def rollout_memory(plan: Plan, gpu_model: str | None) -> RankMemory:
     """One rollout rank: bf16 weights, the KV pool and the logits of one decoding step.
 
-    On a GPU the pool fills the plan's share of device memory. On a CPU it holds the samples in flight, and the weights
-    are held twice for a moment while they are read: in a small run that is the peak, shown as activations.
+    On a GPU the pool fills the plan's share of device memory; on a CPU it holds the samples in flight.
     """
     assert plan.model is not None
     model, shape = plan.model, plan.topology
@@ -82,9 +84,9 @@ def rollout_memory(plan: Plan, gpu_model: str | None) -> RankMemory:
     device = DEVICE_BYTES.get(gpu_model or "")
     if plan.backend != "cpu" and device is not None:
         pool = max(0, int(plan.engine.gpu_memory_utilization * device) - weights)
-    if plan.backend == "cpu":
-        logits = max(logits, weights - pool)
-    return RankMemory(weights, 0, 0, logits, pool, _process(plan))
+    # New weights arrive beside the packed old ones, from a snapshot that the trainer's process has mapped as well.
+    passing = weights + weights // 2 if plan.backend == "cpu" else 0
+    return RankMemory(weights, 0, 0, logits, pool, _process(plan), passing)
 
 
 def _process(plan: Plan) -> int:

@@ -371,6 +371,9 @@ class LocalRun:
                     self.writer.event("bytes_sent", engine=member.engine, rank=member.rank, **sent)
         self._environment("end")
         self.writer.event("memory", peak_pss_bytes=memory.peak)
+        for member in self.fleet.members:
+            peak = memory.peaks.get(self.pids[member.name], 0)
+            self.writer.event("worker_memory", engine=member.engine, rank=member.rank, peak_pss_bytes=peak)
 
     # -- helpers
 

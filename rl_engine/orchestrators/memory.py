@@ -20,23 +20,29 @@ def return_memory() -> None:
         trim(0)
 
 
-def total_pss() -> int:
-    """Bytes of this process and what it started, now. Processes that end or cannot be read meanwhile are left out."""
+def proportional_sizes() -> dict[int, int]:
+    """Bytes by process id of this process and what it started, now. Those that end or cannot be read are left out."""
     me = psutil.Process()
-    total = 0
+    sizes = {}
     for process in [me, *me.children(recursive=True)]:
         try:
-            total += process.memory_full_info().pss
+            sizes[process.pid] = process.memory_full_info().pss
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
-    return total
+    return sizes
 
 
 class MemoryWatch:
-    """Samples :func:`total_pss` every two seconds on a thread of its own; ``peak`` in bytes."""
+    """Samples every process' size every two seconds on a thread of its own.
+
+    Attributes:
+        peak: bytes of all processes together, at most.
+        peaks: bytes of every process, at most, by id.
+    """
 
     def __init__(self, seconds: float = 2.0) -> None:
         self.peak = 0
+        self.peaks: dict[int, int] = {}
         self._seconds = seconds
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -53,4 +59,6 @@ class MemoryWatch:
 
     def _watch(self) -> None:
         while not self._end.wait(self._seconds):
-            self.peak = max(self.peak, total_pss())
+            sizes = proportional_sizes()
+            self.peak = max(self.peak, sum(sizes.values()))
+            self.peaks.update({pid: max(size, self.peaks.get(pid, 0)) for pid, size in sizes.items()})
