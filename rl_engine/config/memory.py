@@ -14,8 +14,8 @@ DEVICE_BYTES = {"H100 80GB": 80 * 10**9, "gfx942": 192 * 10**9}
 
 @dataclasses.dataclass(frozen=True)
 class RankMemory:
-    """Bytes per rank. ``process`` is the interpreter with its libraries, ``passing`` what weights take on their way from
-    the trainer to the rollout engines through the object store (both host memory, on a CPU only)."""
+    """Bytes per rank. ``process`` is the interpreter with its libraries, ``passing`` what weights take on their way to
+    the rollout engines through the object store (both host memory, on a CPU only)."""
 
     weights: int
     gradients: int

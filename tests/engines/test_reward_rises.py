@@ -17,8 +17,9 @@ from rl_engine.models.checkpoint import load_weights
 from rl_engine.ops import Operators, uniform
 from rl_engine.rewards.math import open_reward
 
-STEPS, PROMPTS, SAMPLES, CAP, LR = 16, 4, 8, 24, 1e-4
-EDGE = 5  # steps at each end whose rewards are compared
+# At 1e-4 sixteen updates of so few samples destroy the model: the reward went from 0.48 to 0.11.
+STEPS, BATCHES, PROMPTS, SAMPLES, CAP, LR = 16, 2, 4, 8, 16, 2e-5
+EDGE = 4  # steps at each end whose rewards are compared
 
 
 @pytest.mark.slow
@@ -33,7 +34,7 @@ def test_the_arithmetic_reward_rises(smollm2: Path) -> None:
     prompts, rewards = open_prompts("arithmetic", None, 1234), []
     with open_reward("arithmetic") as judge:
         for step in range(STEPS):
-            batch = prompts.batch(step, PROMPTS)
+            batch = prompts.batch(step % BATCHES, PROMPTS)  # the same few questions again and again
             requests = [Request(p.index, s, tuple(encode_prompt(tokenizer, p))) for p in batch for s in range(SAMPLES)]
             samples = canonical(rollout.generate(requests, step, SamplingSettings(1.0, 1.0, -1, CAP, 7, stops)))
             old = trainer.score(samples)
