@@ -113,3 +113,32 @@ def test_rescore_sees_a_bit_that_was_flipped_on_both_sides(done: Done, pair_cli:
     assert again.code == 1
     found = {finding["name"]: finding["status"] for finding in json.loads(again.out)["findings"]}
     assert found["rescore"] == "FAIL"
+
+
+def test_locate_names_the_operator(done: Done, pair_cli: Cli) -> None:
+    """The recomputation gives the recorded bits, so the operator that it names is the one that parted then."""
+    native, exact = (pair_cli.run_dir(f"p-{mode}") for mode in ("native", "consistency"))
+    found = pair_cli("locate", str(native), "--json")
+    assert found.code == 1, found.err
+    body = json.loads(found.out)
+    assert body["repeats_recorded_bits"] is True
+    assert body["operator"]["provider_a"] == body["operator"]["provider_b"] == "stock"
+    assert body["operator"]["a"] != body["operator"]["b"] and body["operator"]["layer"] in (0, 1)
+    assert pair_cli("locate", str(exact)).code == 0
+    crossed = json.loads(pair_cli("locate", str(native), str(exact), "--json").out)
+    assert crossed["operator"]["provider_a"] == "stock" != crossed["operator"]["provider_b"]
+    assert crossed["operator"]["number"] < body["operator"]["number"]
+
+
+def test_locate_sees_a_changed_record(done: Done, pair_cli: Cli, tmp_path: Path) -> None:
+    """Both engines agree when computed again: only the file was changed, and that is what it says."""
+    folder = tmp_path / "p-consistency"
+    shutil.copytree(pair_cli.run_dir("p-consistency"), folder)
+    path = folder / "samples/step-00000.safetensors"
+    tensors = load_file(path)
+    place = int(tensors["loss_mask"].argmax())
+    tensors["train_logprob"].view("uint32")[place] ^= 1
+    save_file(tensors, path)
+    found = pair_cli("locate", str(folder))
+    assert found.code == 1, found.err
+    assert "did not give the recorded bits" in found.out and "agree in every bit" in found.out
