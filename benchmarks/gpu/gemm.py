@@ -19,7 +19,12 @@ from rl_engine.qualify.gpu.run import GpuQualification
 from rl_engine.qualify.gpu.run import prove as qualify
 
 SOURCES = (
-    *("rl_engine/ops/triton_gemm.py", "rl_engine/ops/cublaslt.py", "rl_engine/ops/gemm_table.py"),
+    *(
+        "rl_engine/ops/triton_gemm.py",
+        "rl_engine/ops/gluon_fold.py",
+        "rl_engine/ops/cublaslt.py",
+        "rl_engine/ops/gemm_table.py",
+    ),
     *("rl_engine/ops/triton_functions.py", "rl_engine/ops/linear", "rl_engine/qualify/gpu", "benchmarks/gpu/gemm.py"),
 )
 QWEN3_8B = {

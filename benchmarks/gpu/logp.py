@@ -19,7 +19,12 @@ from rl_engine.qualify.gpu import logp as proof
 from rl_engine.qualify.gpu.data import Inputs, differing
 
 SOURCES = (
-    *("rl_engine/ops/triton_gemm.py", "rl_engine/ops/cublaslt.py", "rl_engine/ops/gemm_table.py"),
+    *(
+        "rl_engine/ops/triton_gemm.py",
+        "rl_engine/ops/gluon_fold.py",
+        "rl_engine/ops/cublaslt.py",
+        "rl_engine/ops/gemm_table.py",
+    ),
     *("rl_engine/ops/triton_functions.py", "rl_engine/ops/lm_head", "rl_engine/ops/selected_logp"),
     *("rl_engine/ops/linear/cublaslt.py", "rl_engine/qualify/gpu/logp.py", "benchmarks/gpu/logp.py"),
 )

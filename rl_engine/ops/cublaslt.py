@@ -25,6 +25,7 @@ MAX_WORKSPACE, REDUCTIONS = 1, 3  # attributes of a search
 CONFIG = {"id": 0, "tile": 1, "split": 2, "reduction": 3, "swizzle": 4, "custom": 5, "stages": 6, "cluster": 8}
 WIDTHS = {"inner": 2, "cluster": 2}  # bytes of an attribute that is not 4 bytes wide
 WORKSPACE = 32 << 20
+SEARCHED = 8  # ranks that are asked for
 
 
 class Refused(RuntimeError):
@@ -214,10 +215,13 @@ def plan(product: Product, device: int) -> Plan:
 
 
 @functools.cache
-def _taken(product: Product, device: int, algorithm: bytes) -> ctypes.Array:
-    if not plan(product, device).takes(algorithm):
+def _taken(product: Product, device: int, algorithm: bytes, proven: frozenset[bytes]) -> ctypes.Array:
+    """What runs this shape: of the proven algorithms the one that the library ranks first, else the given one."""
+    ranked = [found for found, _ in plan(product, device).search(SEARCHED)] if proven else []
+    chosen = next((found for found in ranked if found in proven), algorithm)
+    if not plan(product, device).takes(chosen):
         raise Refused(f"the chosen algorithm does not take {product}")
-    return ctypes.create_string_buffer(algorithm, 64)
+    return ctypes.create_string_buffer(chosen, 64)
 
 
 def describe(a: Tensor, b: Tensor, out: Tensor, old: Tensor | None = None, *, add: bool = False) -> Product:
@@ -234,13 +238,23 @@ def describe(a: Tensor, b: Tensor, out: Tensor, old: Tensor | None = None, *, ad
 
 
 def product(
-    a: Tensor, b: Tensor, out: Tensor, algorithm: bytes, old: Tensor | None = None, *, add: bool = False
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    algorithm: bytes,
+    old: Tensor | None = None,
+    *,
+    add: bool = False,
+    proven: frozenset[bytes] = frozenset(),
 ) -> None:
     """``out = a b^T``, plus ``old`` (a residual) or, with ``add``, plus ``out`` itself (a fold).
+
+    With ``proven`` the library's ranking for this very shape decides among these; ``algorithm`` stands in where it
+    ranks none of them.
 
     Raises:
         Refused: the algorithm does not take this shape.
     """
     what = describe(a, b, out, old, add=add)
     device = out.device.index
-    plan(what, device)(a, b, out, _taken(what, device, algorithm), old, None)
+    plan(what, device)(a, b, out, _taken(what, device, algorithm, proven), old, None)

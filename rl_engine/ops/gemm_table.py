@@ -32,14 +32,22 @@ class NotQualified(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A Triton tile, or an algorithm of cuBLASLt (hex); ``microseconds`` when it was chosen."""
+    """A Triton tile, or an algorithm of cuBLASLt (hex); ``microseconds`` when it was chosen.
+
+    ``others``: proven algorithms that the library's ranking may prefer at this row count.
+    """
 
     tile: Tile | None
     algorithm: str | None
     microseconds: float = 0.0
+    others: frozenset[bytes] = frozenset()
 
     def __post_init__(self) -> None:
         assert (self.tile is None) != (self.algorithm is None)
+
+    def record(self) -> dict[str, Any]:
+        tile = None if self.tile is None else dataclasses.asdict(self.tile)
+        return {"tile": tile, "algorithm": self.algorithm, "microseconds": self.microseconds}
 
     @property
     def provider(self) -> str:
@@ -54,12 +62,15 @@ class Table:
         identity: device, driver, versions and sources.
         entries: "kind columns x depth" -> [(rows, choice)], rows ascending; a choice holds up to its rows, the last one
             beyond.
+        proven: the same names -> every algorithm of cuBLASLt (hex) that was proven on the shape; at row counts between
+            the measured ones the library's own ranking chooses among them.
         digest: SHA-256 over identity, choices and proven cases.
     """
 
     identity: dict[str, str]
     entries: dict[str, list[tuple[int, Choice]]]
     digest: str = ""
+    proven: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
     def choose(self, kind: str, columns: int, depth: int, rows: int, *, near: bool = False) -> Choice:
         """The choice for a product of ``rows``; with ``near`` that of the nearest shape of the kind.
@@ -67,31 +78,41 @@ class Table:
         Raises:
             NotQualified: the shape was not proven.
         """
-        found = self.entries.get(key(kind, columns, depth))
-        if found is None and near:
-            found = self._nearest(kind, columns, depth)
+        name = key(kind, columns, depth)
+        if name not in self.entries and near:
+            name = self._nearest(kind, columns, depth) or name
+        found = self.entries.get(name)
         if not found:
             raise NotQualified(
                 f"{kind} of {columns} x {depth} was not proven on this GPU: run rlk-repro qualify with this model"
             )
-        return next((choice for most, choice in found if rows <= most), found[-1][1])
+        most, choice = next((entry for entry in found if rows <= entry[0]), found[-1])
+        if choice.algorithm is None or rows == most:
+            return choice
+        return dataclasses.replace(choice, others=self._others(name))
 
-    def _nearest(self, kind: str, columns: int, depth: int) -> list[tuple[int, Choice]] | None:
-        """The entry of the kind that has one axis in common and the other nearest."""
+    @functools.cached_property
+    def _sets(self) -> dict[str, frozenset[bytes]]:
+        return {name: frozenset(bytes.fromhex(text) for text in found) for name, found in self.proven.items()}
+
+    def _others(self, name: str) -> frozenset[bytes]:
+        return self._sets.get(name, frozenset())
+
+    def _nearest(self, kind: str, columns: int, depth: int) -> str | None:
+        """The name of the entry of the kind that has one axis in common and the other nearest."""
         best, distance = None, math.inf
-        for name, found in self.entries.items():
+        for name in self.entries:
             other, shape = name.split(" ")
             n, k = (int(word) for word in shape.split("x"))
             if other == kind and (n == columns) != (k == depth):
                 gap = abs(math.log(n / columns)) + abs(math.log(k / depth))
-                best, distance = (found, gap) if gap < distance else (best, distance)
+                best, distance = (name, gap) if gap < distance else (best, distance)
         return best
 
     def json(self) -> str:
-        entries = {
-            name: [[rows, dataclasses.asdict(choice)] for rows, choice in found] for name, found in self.entries.items()
-        }
+        entries = {name: [[rows, choice.record()] for rows, choice in found] for name, found in self.entries.items()}
         body = {"schema": SCHEMA, "identity": self.identity, "digest": self.digest, "entries": entries}
+        body["proven"] = self.proven
         return json.dumps(body, indent=1, sort_keys=True)
 
     @staticmethod
@@ -106,7 +127,8 @@ class Table:
         entries = {
             name: [(int(rows), _choice(choice)) for rows, choice in found] for name, found in body["entries"].items()
         }
-        return Table(dict(body["identity"]), entries, str(body["digest"]))
+        proven = {name: [str(text) for text in found] for name, found in body["proven"].items()}
+        return Table(dict(body["identity"]), entries, str(body["digest"]), proven)
 
 
 def _choice(body: dict[str, Any]) -> Choice:
@@ -123,7 +145,7 @@ def key(kind: str, columns: int, depth: int) -> str:
 def sources() -> str:
     """SHA-256 over the code that a proof is about."""
     total, folder = hashlib.sha256(), Path(__file__).parent
-    for name in ("triton_gemm.py", "cublaslt.py", "gemm_table.py", "triton_functions.py"):
+    for name in ("triton_gemm.py", "gluon_fold.py", "cublaslt.py", "gemm_table.py", "triton_functions.py"):
         total.update(name.encode() + b"\0" + (folder / name).read_bytes() + b"\0")
     return total.hexdigest()
 
@@ -202,7 +224,7 @@ def run(choice: Choice, a: Tensor, b: Tensor, out: Tensor, residual: Tensor | No
         triton_gemm.product(a, b, out, choice.tile, residual)
     else:
         assert choice.algorithm is not None
-        cublaslt.product(a, b, out, bytes.fromhex(choice.algorithm), residual)
+        cublaslt.product(a, b, out, bytes.fromhex(choice.algorithm), residual, proven=choice.others)
 
 
 def aligned(*operands: Tensor | None) -> bool:

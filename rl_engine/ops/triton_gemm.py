@@ -35,7 +35,8 @@ class Tile:
         tma: tiles come through tensor descriptors.
         group: tiles of rows that walk the columns together, for the second-level cache.
         persistent: programs of a persistent grid per multiprocessor; 0 launches one program a tile.
-        specialize: loads and products on warps of their own (with ``tma`` and ``persistent``).
+        specialize: loads and products on warps of their own: with ``persistent`` in a product, alone in a fold
+            (``gluon_fold``).
     """
 
     rows: int
@@ -289,17 +290,23 @@ def whole_steps(bounds: Bounds, depth: int) -> bool:
     return True
 
 
+@functools.lru_cache(maxsize=64)
+def _spread(bounds: Bounds, depth: int, device: torch.device) -> tuple[Tensor, Tensor, Bounds]:
+    """(token of every row behind padding, rows that are padding, the units' bounds there)."""
+    tokens, empty, spread = [], [], []
+    for first, last in bounds:
+        start, missing = len(tokens), -(last - first) % depth
+        tokens += [*range(first, last), *([first] * missing)]
+        empty += range(len(tokens) - missing, len(tokens))
+        spread.append((start, len(tokens)))
+    rows = [torch.tensor(found, dtype=torch.int64, device=device) for found in (tokens, empty)]
+    return rows[0], rows[1], tuple(spread)
+
+
 def padded(x: Tensor, bounds: Bounds, depth: int) -> tuple[Tensor, Bounds]:
     """x with zero rows behind every unit, up to a multiple of ``depth``, and the units' new bounds."""
-    starts, total = [], 0
-    for first, last in bounds:
-        starts.append(total)
-        total += -(-(last - first) // depth) * depth
-    out = x.new_zeros((total, x.shape[1]))
-    for (first, last), start in zip(bounds, starts, strict=True):
-        out[start : start + last - first] = x[first:last]
-    ends = [*starts[1:], total]
-    return out, tuple(zip(starts, ends, strict=True))
+    tokens, empty, spread = _spread(bounds, depth, x.device)
+    return x.index_select(0, tokens).index_fill_(0, empty, 0.0), spread
 
 
 def fold(dy: Tensor, x: Tensor, grad: Tensor, bounds: Bounds, tile: Tile) -> None:
@@ -320,6 +327,13 @@ def fold(dy: Tensor, x: Tensor, grad: Tensor, bounds: Bounds, tile: Tile) -> Non
             x, _ = padded(x, bounds, tile.depth)
             dy, bounds = padded(dy, bounds, tile.depth)
         steps = fold_steps(bounds, tile.depth, dy.device)
+        if tile.specialize:
+            from rl_engine.ops import gluon_fold
+
+            assert (tile.rows, tile.columns, tile.depth) == (gluon_fold.ROWS, gluon_fold.COLUMNS, gluon_fold.DEPTH)
+            programs = multiprocessors(dy.device.index)
+            gluon_fold.fold(dy, x, grad, steps, stages=tile.stages, group=tile.group, programs=programs)
+            return
         tiles = [descriptor(t.T, width, tile.depth)[0] for t, width in ((dy, tile.rows), (x, tile.columns))]
         fold_tma_kernel[(count,)](*tiles, grad, steps, steps.shape[0] - 1, m, n, grad.stride(0), **shape, **options)
         return
@@ -353,3 +367,4 @@ def default_tile(rows: int, columns: int, *, tma: bool) -> Tile:
 
 FOLD_TILE = Tile(128, 128, 64, 8, 4, tma=True)
 FOLD_POINTERS = Tile(128, 64, 64, 8, 3)
+FOLD_HOPPER = Tile(192, 128, 64, 4, 5, tma=True, group=4, specialize=True)

@@ -2,7 +2,8 @@
 
 Every contract provider is compared with the operator's reference, as integer views, on random data and, where an order
 of summation could hide, on order-revealing data: large values that cancel at moving places among small units. Stock
-operators make no promise and are not judged.
+operators make no promise and are not judged. A GPU's providers are proven by ``rlk-repro qualify`` there
+(``qualify/gpu``); here its kept proof must be fresh and cover the model's shapes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rl_engine.numerics.contract import Contract
 from rl_engine.ops import operators
 from rl_engine.ops.adamw import AdamScalars
 from rl_engine.ops.layout import PackedLayout
-from rl_engine.ops.operators import OPERATORS, provider
+from rl_engine.ops.operators import GPU, OPERATORS, provider
 from rl_engine.ops.rms_norm import as_heads
 from rl_engine.ops.rope import RopeTable
 from rl_engine.ops.sample import DrawKey
@@ -124,7 +125,7 @@ class _Prover:
         }
         for operator in OPERATORS:
             name = self.names[operator]
-            if name == "stock" or (operator == "qk_norm" and not self.config.qk_norm):
+            if name == "stock" or name in GPU or (operator == "qk_norm" and not self.config.qk_norm):
                 continue
             tested, reference = provider(operator, name), provider(operator, "reference")
             for what, found, expected in provers[operator](tested, reference):
@@ -383,7 +384,12 @@ def prove(
     with torch.no_grad():
         distinct = {tuple(sorted(side.items())): dict(side) for side in sides}
         cases = tuple(case for names in distinct.values() for case in _Prover(config, names, rows).cases())
+    on_gpu, table = any(name in GPU for side in sides for name in side.values()), ""
+    if on_gpu:
+        table, missing = _gpu_table(config)
+        cases += missing
     body = {
+        "gpu_table": table,
         "contract": contract.digest(),
         "kernels": _kernels(sides),
         "operators": _sources(),
@@ -395,6 +401,21 @@ def prove(
     }
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return Qualification(cases, digest, time.perf_counter() - started)
+
+
+def _gpu_table(config: ModelConfig) -> tuple[str, tuple[Case, ...]]:
+    """(digest of the GPU's own proof, one failed case where it is missing, stale or of another model)."""
+    from rl_engine.ops import gemm_table
+    from rl_engine.qualify.gpu.run import shapes
+
+    try:
+        table = gemm_table.current()
+        lacking = [str(shape) for shape in shapes(config) if str(shape) not in table.entries]
+        if lacking:
+            raise gemm_table.NotQualified(f"{len(lacking)} shapes of this model were not proven, first {lacking[0]}")
+    except gemm_table.NotQualified as error:
+        return "", (Case("linear", "cublaslt", str(error), 1, 1),)
+    return table.digest, ()
 
 
 def _sources() -> str:

@@ -19,6 +19,8 @@ class Kernel:
         arguments: run-time parameter -> type: ``*bf16``, ``*fp32``, ``i32``, ``fp32``, ``tensordesc<bf16[128,64]>``.
         constants: every other parameter.
         unaligned: parameters that are not known to be multiples of 16.
+        layouts: constant -> shape of a block in shared memory: its default layout, also as ``{constant}`` in an
+            argument's type (Gluon kernels).
         targets: where it must compile.
         fma: whether the kernel writes fused multiply-adds; without, the code may hold none.
     """
@@ -30,12 +32,22 @@ class Kernel:
     warps: int = 4
     stages: int = 3
     unaligned: tuple[str, ...] = ()
+    layouts: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     targets: tuple[str, ...] = tuple(TARGETS)
     fma: bool = False
 
     def __str__(self) -> str:
         sizes = "x".join(str(v) for v in self.constants.values() if isinstance(v, int) and not isinstance(v, bool))
         return f"{self.name}-{sizes}-{self.warps}w{self.stages}s"
+
+
+def _layouts(kernel: Kernel) -> dict[str, Any]:
+    if not kernel.layouts:
+        return {}
+    from triton.experimental.gluon import language as gl
+
+    default = gl.NVMMASharedLayout.get_default_for
+    return {name: default(list(shape), gl.bfloat16) for name, shape in kernel.layouts.items()}
 
 
 def compiled(kernel: Kernel, target: str) -> Any:
@@ -46,10 +58,14 @@ def compiled(kernel: Kernel, target: str) -> Any:
 
     function = getattr(importlib.import_module(kernel.module), kernel.name)
     names = function.arg_names
-    assert set(names) == set(kernel.arguments) | set(kernel.constants), (kernel.name, names)
-    kinds = {name: kernel.arguments.get(name, "constexpr") for name in names}
+    assert set(names) == {*kernel.arguments, *kernel.constants, *kernel.layouts}, (kernel.name, names)
+    layouts, make = _layouts(kernel), ASTSource
+    if layouts:
+        from triton.experimental.gluon._runtime import GluonASTSource as make
+    arguments = {name: kind.format(**layouts) for name, kind in kernel.arguments.items()}
+    kinds = {name: arguments.get(name, "constexpr") for name in names}
     aligned = [n for n, kind in kernel.arguments.items() if kind[0] in "*i" and n not in kernel.unaligned]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = ASTSource(function, kinds, dict(kernel.constants), attributes)
+    source = make(function, kinds, {**kernel.constants, **layouts}, attributes)
     options = {"num_warps": kernel.warps, "num_stages": kernel.stages, "enable_fp_fusion": False}
     return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)

@@ -72,17 +72,36 @@ def _fold(rows: int, columns: int, depth: int, warps: int, stages: int, *, tma: 
 
 LOGP = "rl_engine.ops.selected_logp.triton"
 STATE = {"T": INT}
+LOGP_ROWS = {"bits": "*u8", "targets": "*i64", "T": INT, "first": INT, "n": INT, "sbits": INT, "inv_t": "fp32"}
+LOGP_UNALIGNED = ("T", "first", "sbits")
 LOGP_KERNELS = [
     Kernel(
         *(LOGP, "logp_tiles_kernel"),
-        {"z": "*fp32", "bits": "*u8", "targets": "*i64", "ms": "*fp32", "ls": "*fp32", "ws": "*fp32", "zt": "*fp32"}
-        | {**STATE, "first": INT, "n": INT, "width": INT, "sz": INT, "sbits": INT, "inv_t": "fp32"},
-        {"R": 8, "N": 128, "HAS_MASK": mask, "RESUME": mask, "STAGES": 3},
+        {**LOGP_ROWS, **dict.fromkeys(("z", "ms", "ls", "ws", "zt"), "*fp32"), "at": INT, "sz": INT},
+        {"R": 4, "TILES": 8, "N": 128, "HAS_MASK": mask},
+        warps=8,
         stages=1,
-        unaligned=("T", "first", "n", "sbits"),
+        unaligned=(*LOGP_UNALIGNED, "at"),
     )
     for mask in (False, True)
 ] + [
+    Kernel(
+        *(LOGP, "logp_groups_kernel"),
+        {**dict.fromkeys(("ms", "ls", "ws", "mg", "lg", "wg"), "*fp32"), "T": INT, "tiles": INT},
+        {"GROUP": 75, "R": 64, "STAGES": 4},
+        warps=2,
+        stages=1,
+        unaligned=("T", "tiles"),
+    ),
+    Kernel(
+        *(LOGP, "dz_product_kernel"),
+        {**LOGP_ROWS, **dict.fromkeys(("m", "l", "c"), "*fp32"), "dz": "*bf16", "K": INT, "sdz": INT}
+        | {"h": "tensordesc<bf16[128,64]>", "weight": "tensordesc<bf16[256,64]>"},
+        {"BM": 128, "BN": 256, "BK": 64, "GROUP": 8, "HAS_MASK": True},
+        warps=8,
+        unaligned=LOGP_UNALIGNED,
+        targets=("cuda:90",),
+    ),
     Kernel(
         *(LOGP, "logp_merge_kernel"),
         {name: "*fp32" for name in ("ms", "ls", "ws", "m_out", "l_out", "w_out")} | {**STATE, "groups": INT},
@@ -99,12 +118,11 @@ LOGP_KERNELS = [
     ),
     Kernel(
         *(LOGP, "logits_gradient_kernel"),
-        {"z": "*fp32", "bits": "*u8", "targets": "*i64", "m": "*fp32", "l": "*fp32", "c": "*fp32", "dz": "*bf16"}
-        | {**STATE, "first": INT, "n": INT, "sz": INT, "sbits": INT, "sdz": INT, "inv_t": "fp32"},
+        {**LOGP_ROWS, **dict.fromkeys(("z", "m", "l", "c"), "*fp32"), "dz": "*bf16", "sz": INT, "sdz": INT},
         {"R": 4, "N": 1024, "HAS_MASK": True},
         warps=8,
         stages=1,
-        unaligned=("T", "first", "n", "sbits"),
+        unaligned=LOGP_UNALIGNED,
     ),
 ]
 
@@ -120,6 +138,15 @@ KERNELS: list[Kernel] = [
     _tma(128, 128, 64, 8, 5, True, True, "gemm_tma_kernel", PROGRAMS=132),
     _fold(128, 128, 64, 8, 4, tma=True),
     _fold(128, 64, 64, 8, 3, tma=False),
+    Kernel(
+        *("rl_engine.ops.gluon_fold", "fold_specialized_kernel"),
+        {"dy": "tensordesc<bf16[64,64],{AL}>", "x": "tensordesc<bf16[64,128],{BL}>", "grad": "*fp32"}
+        | {name: kind for name, kind in FOLD_ARGUMENTS.items() if name != "g"},
+        {"BM": 192, "BN": 128, "BK": 64, "S": 5, "G": 4},
+        layouts={"AL": (64, 64), "BL": (64, 128)},
+        unaligned=("COUNT",),
+        targets=("cuda:90",),
+    ),
     *LOGP_KERNELS,
     *ROW_KERNELS,
 ]

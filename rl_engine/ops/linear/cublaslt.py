@@ -44,4 +44,4 @@ def add_units(dy: Tensor, x: Tensor, bounds: triton_gemm.Bounds, grad: Tensor, *
     else:
         algorithm = bytes.fromhex(choice.algorithm or "")
         for first, last in bounds:
-            cublaslt.product(dy[first:last].T, x[first:last].T, grad, algorithm, add=True)
+            cublaslt.product(dy[first:last].T, x[first:last].T, grad, algorithm, add=True, proven=choice.others)

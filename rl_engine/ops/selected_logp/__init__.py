@@ -97,20 +97,15 @@ class LogpProvider:
         """dz bf16 [T, n] from logits z fp32 [T, n] and coefficients c fp32 [T]."""
         raise AssertionError("a provider defines logits_gradient")
 
-    def merge_group(
-        self,
-        hidden: Tensor,
-        weight: Weight,
-        columns: tuple[int, int],
-        inv_t: float,
-        mask: Tensor | None,
-        targets: Tensor,
-        state: LogpState,
-        head: HeadProvider,
-    ) -> None:
-        """Merges the group ``columns`` of hidden bf16 [T, H] into ``state``; the head's GEMM included."""
-        z = head.logits(hidden, weight, columns)
-        self.merge_columns(z, columns[0], weight.shape[0], inv_t, mask, targets, state)
+    def scan(
+        self, hidden: Tensor, weight: Weight, inv_t: float, mask: Tensor | None, targets: Tensor, head: HeadProvider
+    ) -> LogpState:
+        """The state of every row of hidden bf16 [T, H], group by group; the head's GEMM included."""
+        state = LogpState.empty(hidden.shape[0], hidden.device)
+        for columns in groups(weight.shape[0]):
+            z = head.logits(hidden, weight, columns)
+            self.merge_columns(z, columns[0], weight.shape[0], inv_t, mask, targets, state)
+        return state
 
     def group_gradient(
         self,
@@ -176,9 +171,7 @@ class _Score(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         # Rows are distinct and ascend: as many as there are tokens are all of them.
         chosen = hidden if rows.numel() == hidden.shape[0] else hidden[rows]
-        state = LogpState.empty(rows.numel(), hidden.device)
-        for columns in groups(weight.shape[0]):
-            provider.merge_group(chosen, weight, columns, inv_t, mask, targets, state, head)
+        state = provider.scan(chosen, weight, inv_t, mask, targets, head)
         logp, entropy = provider.finish(state)
         ctx.save_for_backward(chosen, targets, rows)
         ctx.weight, ctx.inv_t, ctx.mask, ctx.layout, ctx.shape = weight, inv_t, mask, layout, hidden.shape

@@ -1,10 +1,10 @@
 """Selected logp on a GPU in Triton.
 
-Why the order holds: a program owns whole rows of one vocabulary group and walks its tiles of 128 columns ascending; a
-tile's sums are the written tree (``triton_functions.tree_rows``), so rows per program, warps and chunks of columns
-change nothing. A chunk that ends inside a group hands the group's running state on in fp32; groups are merged ascending
-by one program a row. Between hidden states and dz no logits of a whole group exist: the head writes chunks that stay in
-the second-level cache.
+Why the order holds: a tile of 128 columns is one row of a program's block, summed by the written tree
+(``triton_functions.tree_rows``), so its state depends on nothing else; one thread merges a group's tiles ascending from
+the empty state, another the groups. Rows and tiles per program, warps and chunks of columns change nothing. Between
+hidden states and dz no logits of a whole group exist: the head writes chunks that live for one kernel, and
+dz is made in the epilogue of the product that recomputes its logits, the same chain.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from torch import Tensor
 from rl_engine.ops.lm_head import HeadProvider
 from rl_engine.ops.selected_logp import TILE, LogpProvider, LogpState, group_columns
 from rl_engine.ops.triton_functions import exp, launch, log, tree_rows
+from rl_engine.ops.triton_gemm import Tile, copyable, descriptor, tile_of
 from rl_engine.ops.weight import Weight
 
-CHUNK_BYTES = 17 << 20  # fp32 logits alive at a time in ``score``; well inside the second-level cache
-CHUNK_ROWS = 2048
+CHUNK_BYTES = 52 << 20  # fp32 logits alive at a time in ``score``
+CHUNK_ROWS = 4096
 
 
 @triton.jit
@@ -41,8 +42,8 @@ def merge_states(m, l, w, mt, lt, wt):
 
 
 @triton.jit
-def tile_state(zs, exists, N: tl.constexpr):
-    """(m, l, w) of scaled logits zs [R, N] where ``exists``."""
+def tile_state(zs, exists):
+    """(m, l, w) of scaled logits zs [R, 128], a tile a row, where ``exists``."""
     m = tl.max(tl.where(exists, zs, float("-inf")), 1) + 0.0
     e = tl.where(exists, exp(zs - m[:, None]), 0.0)
     ez = tl.where(exists & (zs != float("-inf")), e * zs, 0.0)
@@ -52,50 +53,61 @@ def tile_state(zs, exists, N: tl.constexpr):
 
 @triton.jit
 def existing(bits, row, column, inside, stride, HAS_MASK: tl.constexpr):
-    """inside [R, N], and with a mask its bit of (row [R], column [N])."""
+    """inside [R, N], and with a mask its bit; row and column broadcast to [R, N]."""
     if HAS_MASK:
-        byte = tl.load(bits + row[:, None] * stride + (column // 8)[None, :], mask=inside, other=0)
-        return inside & (((byte >> (column % 8)[None, :].to(tl.uint8)) & 1) != 0)
+        byte = tl.load(bits + row * stride + column // 8, mask=inside, other=0)
+        return inside & (((byte >> (column % 8).to(tl.uint8)) & 1) != 0)
     return inside
 
 
-@triton.jit(do_not_specialize=["T", "first", "n"])
+@triton.jit(do_not_specialize=["T", "first", "at"])
 def logp_tiles_kernel(
-    z, bits, targets, ms, ls, ws, zt, T, first, n, width, sz, sbits, inv_t,
-    R: tl.constexpr, N: tl.constexpr, HAS_MASK: tl.constexpr, RESUME: tl.constexpr, STAGES: tl.constexpr,
+    z, bits, targets, ms, ls, ws, zt, T, first, n, at, sz, sbits, inv_t,
+    R: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """States ms, ls, ws [groups, T] of the groups in z [T, n], whose first column is ``first`` of the vocabulary.
+    """States ms, ls, ws [tiles, T] of the tiles in z [T, n], whose first column is ``first`` of the vocabulary.
 
-    ``width`` columns a group. RESUME: z starts inside a group (the only one here), whose state so far is in ms, ls, ws.
+    They are written from tile ``at``. The scaled logit of a target inside z goes to zt [T].
     """
-    group = tl.program_id(1)
-    row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
-    live = row < T
-    column = tl.arange(0, N)
-    start = group * width
-    stop = tl.minimum(start + width, n)
-    y = tl.load(targets + row, mask=live, other=-1) - first
-    here = live & (y >= start) & (y < stop)
-    chosen = tl.load(z + row * sz + y, mask=here, other=0.0)
-    tl.store(zt + row, chosen * inv_t, mask=here)
-    out = group * T + row
-    if RESUME:
-        m = tl.load(ms + out, mask=live, other=float("-inf"))
-        l = tl.load(ls + out, mask=live, other=0.0)
-        w = tl.load(ws + out, mask=live, other=0.0)
-    else:
-        m = tl.full((R,), float("-inf"), tl.float32)
-        l = tl.zeros((R,), tl.float32)
-        w = tl.zeros((R,), tl.float32)
-    for tile in tl.range(start, stop, N, num_stages=STAGES):
-        inside = live[:, None] & (tile + column < stop)[None, :]
-        zs = tl.load(z + row[:, None] * sz + (tile + column)[None, :], mask=inside, other=0.0) * inv_t
-        exists = existing(bits, row, first + tile + column, inside, sbits, HAS_MASK)
-        mt, lt, wt = tile_state(zs, exists, N)
-        m, l, w = merge_states(m, l, w, mt, lt, wt)
+    part = tl.arange(0, R * TILES)
+    row = (tl.program_id(0) * R + part // TILES).to(tl.int64)
+    tile = tl.program_id(1) * TILES + part % TILES
+    column = tile[:, None] * N + tl.arange(0, N)[None, :]
+    inside = (row < T)[:, None] & (column < n)
+    zs = tl.load(z + row[:, None] * sz + column, mask=inside, other=0.0) * inv_t
+    m, l, w = tile_state(zs, existing(bits, row[:, None], first + column, inside, sbits, HAS_MASK))
+    live = (row < T) & (tile * N < n)
+    out = (at + tile) * T.to(tl.int64) + row
     tl.store(ms + out, m, mask=live)
     tl.store(ls + out, l, mask=live)
     tl.store(ws + out, w, mask=live)
+    y = tl.load(targets + row, mask=live, other=-1) - first
+    here = live & (y >= tile * N) & (y < tl.minimum(tile * N + N, n))
+    tl.store(zt + row, tl.load(z + row * sz + y, mask=here, other=0.0) * inv_t, mask=here)
+
+
+@triton.jit(do_not_specialize=["T", "tiles"])
+def logp_groups_kernel(
+    ms, ls, ws, mg, lg, wg, T, tiles, GROUP: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """States mg, lg, wg [groups, T]: the tiles ms, ls, ws [tiles, T] of each group of GROUP, ascending from the empty
+    state."""
+    row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
+    live = row < T
+    m = tl.full((R,), float("-inf"), tl.float32)
+    l = tl.zeros((R,), tl.float32)
+    w = tl.zeros((R,), tl.float32)
+    start = tl.program_id(1) * GROUP
+    for tile in tl.range(start, tl.minimum(start + GROUP, tiles), num_stages=STAGES):
+        at = tile * T.to(tl.int64) + row
+        mt = tl.load(ms + at, mask=live, other=float("-inf"))
+        lt = tl.load(ls + at, mask=live, other=0.0)
+        wt = tl.load(ws + at, mask=live, other=0.0)
+        m, l, w = merge_states(m, l, w, mt, lt, wt)
+    out = tl.program_id(1) * T.to(tl.int64) + row
+    tl.store(mg + out, m, mask=live)
+    tl.store(lg + out, l, mask=live)
+    tl.store(wg + out, w, mask=live)
 
 
 @triton.jit(do_not_specialize=["T", "groups"])
@@ -137,15 +149,15 @@ def gradient_of(z, m, log_l, scale, hit, inv_t):
     return (scale[:, None] * (p - tl.where(hit, 1.0, 0.0))).to(tl.bfloat16)
 
 
-@triton.jit(do_not_specialize=["T", "first", "n"])
+@triton.jit(do_not_specialize=["T", "first"])
 def logits_gradient_kernel(
     z, bits, targets, m, l, c, dz, T, first, n, sz, sbits, sdz, inv_t,
     R: tl.constexpr, N: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """dz bf16 [T, n] of logits z fp32 [T, n], whose first column is ``first`` of the vocabulary."""
-    row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
+    row = (tl.program_id(1) * R + tl.arange(0, R)).to(tl.int64)
     live = row < T
-    column = tl.program_id(1) * N + tl.arange(0, N)
+    column = tl.program_id(0) * N + tl.arange(0, N)
     mv = tl.load(m + row, mask=live, other=0.0)
     log_l = log(tl.load(l + row, mask=live, other=1.0))
     scale = tl.load(c + row, mask=live, other=0.0) * inv_t
@@ -153,7 +165,30 @@ def logits_gradient_kernel(
     inside = live[:, None] & (column < n)[None, :]
     zv = tl.load(z + row[:, None] * sz + column[None, :], mask=inside, other=0.0)
     found = gradient_of(zv, mv, log_l, scale, column[None, :] == y[:, None], inv_t)
-    exists = existing(bits, row, first + column, inside, sbits, HAS_MASK)
+    exists = existing(bits, row[:, None], first + column[None, :], inside, sbits, HAS_MASK)
+    tl.store(dz + row[:, None] * sdz + column[None, :], tl.where(exists, found, 0.0), mask=inside)
+
+
+@triton.jit(do_not_specialize=["T", "first"])
+def dz_product_kernel(
+    h, weight, bits, targets, m, l, c, dz, T, first, n, K, sbits, sdz, inv_t,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """As logits_gradient_kernel, with z = h[T, K] weight[n, K]^T recomputed in place: h and weight are descriptors."""
+    pid_m, pid_n = tile_of(tl.program_id(0), T, n, BM, BN, GROUP)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        acc = tl.dot(h.load([pid_m * BM, k]), weight.load([pid_n * BN, k]).T, acc)
+    row = (pid_m * BM + tl.arange(0, BM)).to(tl.int64)
+    live = row < T
+    column = pid_n * BN + tl.arange(0, BN)
+    mv = tl.load(m + row, mask=live, other=0.0)
+    log_l = log(tl.load(l + row, mask=live, other=1.0))
+    scale = tl.load(c + row, mask=live, other=0.0) * inv_t
+    y = tl.load(targets + row, mask=live, other=-1) - first
+    inside = live[:, None] & (column < n)[None, :]
+    found = gradient_of(acc, mv, log_l, scale, column[None, :] == y[:, None], inv_t)
+    exists = existing(bits, row[:, None], first + column[None, :], inside, sbits, HAS_MASK)
     tl.store(dz + row[:, None] * sdz + column[None, :], tl.where(exists, found, 0.0), mask=inside)
 
 
@@ -164,29 +199,50 @@ def _mask(mask: Tensor | None, z: Tensor) -> tuple[Tensor, int, bool]:
     return mask, mask.stride(0), True
 
 
+States = tuple[Tensor, Tensor, Tensor]  # m, l, w
+
+
+def _states(rows: int, tokens: int, device: torch.device) -> States:
+    m, l, w = (torch.empty((rows, tokens), dtype=torch.float32, device=device) for _ in range(3))
+    return m, l, w
+
+
 class TritonLogp(LogpProvider):
-    rows, warps, stages = 8, 4, 3  # rows of a program; any choice has the same bits
+    rows, tiles, warps = 2, 16, 8  # of a program; any choice has the same bits
+    dz_tile = Tile(128, 256, 64, 8, 3, tma=True, group=16)
 
     def _tiles(
         self,
         z: Tensor,
         first: int,
-        width: int,
         inv_t: float,
         mask: Tensor | None,
         targets: Tensor,
-        partial: tuple[Tensor, Tensor, Tensor],
+        states: States,
+        at: int,
         zs_target: Tensor,
-        resume: bool,
     ) -> None:
+        """Writes the states of the tiles of z from row ``at`` of ``states`` [tiles, T]."""
         (t, n), (bits, stride, has_mask) = z.shape, _mask(mask, z)
         assert z.stride(1) == 1 and z.dtype == torch.float32
         launch(
             logp_tiles_kernel,
-            (triton.cdiv(t, self.rows), triton.cdiv(n, width)),
-            *(z, bits, targets.contiguous(), *partial, zs_target, t, first, n, width, z.stride(0), stride, inv_t),
-            warps=self.warps, R=self.rows, N=TILE, HAS_MASK=has_mask, RESUME=resume, STAGES=self.stages,
+            (triton.cdiv(t, self.rows), triton.cdiv(n, TILE * self.tiles)),
+            *(z, bits, targets.contiguous(), *states, zs_target, t, first, n, at, z.stride(0), stride, inv_t),
+            warps=self.warps, R=self.rows, TILES=self.tiles, N=TILE, HAS_MASK=has_mask,
         )  # fmt: skip
+
+    def _merge_tiles(self, states: States, vocabulary: int, state: LogpState) -> None:
+        """Merges the tiles ``states`` [tiles, T] of whole groups into ``state``."""
+        (tiles, t), group = states[0].shape, group_columns(vocabulary) // TILE
+        merged = _states(triton.cdiv(tiles, group), t, states[0].device)
+        launch(
+            logp_groups_kernel,
+            (triton.cdiv(t, 64), merged[0].shape[0]),
+            *(*states, *merged, t, tiles),
+            warps=2, GROUP=group, R=64, STAGES=4,
+        )  # fmt: skip
+        self.merge_groups(*merged, state)
 
     def merge_columns(
         self,
@@ -198,11 +254,25 @@ class TritonLogp(LogpProvider):
         targets: Tensor,
         state: LogpState,
     ) -> None:
-        width = group_columns(vocabulary)
-        shape = (triton.cdiv(z.shape[1], width), z.shape[0])
-        partial = tuple(torch.empty(shape, dtype=torch.float32, device=z.device) for _ in range(3))
-        self._tiles(z, first, width, inv_t, mask, targets, partial, state.zs_target, False)  # type: ignore[arg-type]
-        self.merge_groups(*partial, state)
+        states = _states(triton.cdiv(z.shape[1], TILE), z.shape[0], z.device)
+        self._tiles(z, first, inv_t, mask, targets, states, 0, state.zs_target)
+        self._merge_tiles(states, vocabulary, state)
+
+    def scan(
+        self, hidden: Tensor, weight: Weight, inv_t: float, mask: Tensor | None, targets: Tensor, head: HeadProvider
+    ) -> LogpState:
+        t, vocabulary = hidden.shape[0], weight.shape[0]
+        state = LogpState.empty(t, hidden.device)
+        for rows in row_blocks(t):
+            part = LogpState(state.m[rows], state.l[rows], state.w[rows], state.zs_target[rows])
+            bits = None if mask is None else mask[rows]
+            states = _states(triton.cdiv(vocabulary, TILE), part.m.numel(), hidden.device)
+            for first, last in column_chunks(part.m.numel(), 0, vocabulary):
+                z = head.logits(hidden[rows], weight, (first, last))
+                self._tiles(z, first, inv_t, bits, targets[rows], states, first // TILE, part.zs_target)
+                del z
+            self._merge_tiles(states, vocabulary, part)
+        return state
 
     def merge_groups(self, m: Tensor, l: Tensor, w: Tensor, state: LogpState) -> None:
         m, l, w = m.contiguous(), l.contiguous(), w.contiguous()
@@ -240,33 +310,11 @@ class TritonLogp(LogpProvider):
         assert z.stride(1) == 1 and dz.stride(1) == 1
         launch(
             logits_gradient_kernel,
-            (triton.cdiv(t, 4), triton.cdiv(n, 1024)),
+            (triton.cdiv(n, 1024), triton.cdiv(t, 4)),
             *(z, bits, targets.contiguous(), state.m, state.l, c, dz),
             *(t, first, n, z.stride(0), stride, dz.stride(0), inv_t),
             warps=8, R=4, N=1024, HAS_MASK=has_mask,
         )  # fmt: skip
-
-    def merge_group(
-        self,
-        hidden: Tensor,
-        weight: Weight,
-        columns: tuple[int, int],
-        inv_t: float,
-        mask: Tensor | None,
-        targets: Tensor,
-        state: LogpState,
-        head: HeadProvider,
-    ) -> None:
-        t, width = hidden.shape[0], columns[1] - columns[0]
-        partial = tuple(torch.empty((1, t), dtype=torch.float32, device=hidden.device) for _ in range(3))
-        for rows, first, last in chunks(t, *columns):
-            z = head.logits(hidden[rows], weight, (first, last))
-            self._tiles(
-                *(z, first, width, inv_t, None if mask is None else mask[rows], targets[rows]),
-                *((partial[0][:, rows], partial[1][:, rows], partial[2][:, rows]), state.zs_target[rows]),
-                first > columns[0],
-            )
-        self.merge_groups(*partial, state)
 
     def group_gradient(
         self,
@@ -280,25 +328,54 @@ class TritonLogp(LogpProvider):
         c: Tensor,
         head: HeadProvider,
     ) -> Tensor:
-        dz = torch.empty((hidden.shape[0], columns[1] - columns[0]), dtype=torch.bfloat16, device=hidden.device)
-        for rows, first, last in chunks(hidden.shape[0], *columns):
-            z = head.logits(hidden[rows], weight, (first, last))
+        values = weight.value[columns[0] : columns[1]]
+        dz = torch.empty((hidden.shape[0], values.shape[0]), dtype=torch.bfloat16, device=hidden.device)
+        if torch.version.hip is None and copyable(hidden) and copyable(values):
+            self._dz_product(hidden, values, columns[0], inv_t, mask, targets, state, c, dz)
+            return dz
+        for rows in row_blocks(hidden.shape[0]):
             part = LogpState(state.m[rows], state.l[rows], state.w[rows], state.zs_target[rows])
             bits = None if mask is None else mask[rows]
-            out = dz[rows, first - columns[0] : last - columns[0]]
-            self._gradient(z, first, inv_t, bits, targets[rows], part, c[rows], out)
+            for first, last in column_chunks(part.m.numel(), *columns):
+                z = head.logits(hidden[rows], weight, (first, last))
+                out = dz[rows, first - columns[0] : last - columns[0]]
+                self._gradient(z, first, inv_t, bits, targets[rows], part, c[rows], out)
+                del z
         return dz
 
+    def _dz_product(
+        self,
+        hidden: Tensor,
+        values: Tensor,
+        first: int,
+        inv_t: float,
+        mask: Tensor | None,
+        targets: Tensor,
+        state: LogpState,
+        c: Tensor,
+        dz: Tensor,
+    ) -> None:
+        """dz of the head's rows ``values``, without logits in memory."""
+        tile, (t, n), (bits, stride, has_mask) = self.dz_tile, dz.shape, _mask(mask, hidden)
+        launch(
+            dz_product_kernel,
+            (triton.cdiv(t, tile.rows) * triton.cdiv(n, tile.columns),),
+            *(descriptor(hidden, tile.rows, tile.depth)[0], descriptor(values, tile.columns, tile.depth)[0]),
+            *(bits, targets.contiguous(), state.m, state.l, c, dz, t, first, n, hidden.shape[1]),
+            *(stride, dz.stride(0), inv_t),
+            warps=tile.warps, stages=tile.stages,
+            BM=tile.rows, BN=tile.columns, BK=tile.depth, GROUP=tile.group, HAS_MASK=has_mask,
+        )  # fmt: skip
 
-def chunks(tokens: int, first: int, last: int) -> list[tuple[slice, int, int]]:
-    """(rows, first column, last column + 1): equal pieces of whole tiles, whose fp32 logits fit ``CHUNK_BYTES``."""
-    rows = min(tokens, CHUNK_ROWS)
+
+def row_blocks(tokens: int) -> list[slice]:
+    """Blocks of rows whose logits are made together."""
+    return [slice(first, min(first + CHUNK_ROWS, tokens)) for first in range(0, tokens, CHUNK_ROWS)]
+
+
+def column_chunks(rows: int, first: int, last: int) -> list[tuple[int, int]]:
+    """(first, last + 1): equal pieces of whole tiles whose fp32 logits of ``rows`` rows fit ``CHUNK_BYTES``."""
     tiles = -(-(last - first) // TILE)
     most = max(1, CHUNK_BYTES // (4 * TILE * max(rows, 1)))
-    pieces = -(-tiles // most)
-    width = -(-tiles // pieces) * TILE
-    return [
-        (slice(row, min(row + rows, tokens)), column, min(column + width, last))
-        for row in range(0, tokens, rows or 1)
-        for column in range(first, last, width)
-    ]
+    width = -(-tiles // -(-tiles // most)) * TILE
+    return [(column, min(column + width, last)) for column in range(first, last, width)]

@@ -79,10 +79,10 @@ def tiles(rows: int, columns: int) -> list[Tile]:
 
 
 def fold_tiles() -> list[Tile]:
-    return [
-        *(triton_gemm.FOLD_POINTERS, triton_gemm.FOLD_TILE, _tma(128, 128, 64, 8, 6), Tile(128, 128, 64, 8, 4)),
-        *(_tma(128, 256, 64, 16, 4), _tma(256, 128, 64, 16, 4)),
-    ]
+    hopper = triton_gemm.FOLD_HOPPER
+    specialized = [dataclasses.replace(hopper, group=group) for group in (4, 8)]
+    found = [triton_gemm.FOLD_POINTERS, triton_gemm.FOLD_TILE, _tma(128, 128, 64, 8, 6), _tma(128, 256, 64, 16, 4)]
+    return found + (specialized if torch.cuda.get_device_capability()[0] == 9 else [])
 
 
 def outside(kind: str) -> torch.dtype:
@@ -96,6 +96,7 @@ class Products:
         self.shape, self.inputs = shape, inputs
         self.dtype = outside(shape.kind)
         self.cases: list[Case] = []
+        self.proven: set[str] = set()
 
     def operand(self, weight: Tensor) -> Tensor:
         """The second operand [columns, depth] as the operator has it: dX and dH read the weight across."""
@@ -163,6 +164,7 @@ class Products:
             a, b, old = self._data(kind, rows)
             expected, what = self._anchor(a, b, old), f"{self.shape} {rows} rows, {kind}"
             choices = [choice for choice in choices if self._compare(choice, a, b, old, expected, what)]
+        self.proven |= {choice.algorithm for choice in choices if choice.algorithm}
         return choices
 
     def _compare(self, choice: Choice, a: Tensor, b: Tensor, old: Tensor | None, expected: Tensor, what: str) -> bool:
@@ -241,6 +243,7 @@ class Folds(Products):
             product = cublaslt.describe(dy[:unit].T, x[:unit].T, grad, add=True)
             choices += [Choice(None, a.hex()) for a, _ in cublaslt.plan(product, 0).search(ALGORITHMS)]
         sound = [c for c in choices if self._proof(c, bounds, "whole steps")]
+        self.proven |= {choice.algorithm for choice in sound if choice.algorithm}
         runs = {str(i): [lambda c=c: run_fold(c, dy, x, grad, bounds)] for i, c in enumerate(sound)}
         runs["native"] = [lambda: torch.mm(dy.T, x)]
         found = microseconds(runs, 0.002)

@@ -126,7 +126,7 @@ def prove(
     wanted = shapes(config, tp_sizes)
     warm(wanted, points)
     say(f"kernels compiled in {time.perf_counter() - started:.0f} s")
-    cases, entries, prices = list(tails(inputs)) + list(controls(inputs)), {}, {}
+    cases, entries, prices, proven = list(tails(inputs)) + list(controls(inputs)), {}, {}, {}
     for shape in wanted:
         prover = (Folds if shape.kind == "fold" else Products)(shape, inputs)
         rows = UNIT_POINTS if shape.kind == "fold" else tuple(points)
@@ -134,12 +134,13 @@ def prove(
             rows = tuple(n for n in rows if n <= 256)  # decoding; scoring goes by groups
         entries[str(shape)], prices[str(shape)] = prover.choose(rows)
         cases += prover.cases
+        proven[str(shape)] = sorted(prover.proven)
         say(f"{shape}: " + ", ".join(f"{n} {_name(c)} {c.microseconds:.0f}us" for n, c in entries[str(shape)]))
         torch.cuda.empty_cache()
     cases += list(logp.prove(config.vocabulary, inputs))
     for module in PROVERS:
         cases += list(importlib.import_module(module).prove(config, inputs))
-    table = Table(gemm_table.identity(), entries)
+    table = Table(gemm_table.identity(), entries, proven=proven)
     body = [table.json(), [dataclasses.asdict(case) for case in cases], dataclasses.asdict(config)]
     table.digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return GpuQualification(table, cases, prices, time.perf_counter() - started)
@@ -194,6 +195,7 @@ def _compile(job: tuple[str, Tile]) -> None:
         if kind == "fold":
             dy, x = (torch.zeros((64, 512), dtype=torch.bfloat16, device="cuda") for _ in range(2))
             triton_gemm.fold(dy, x, torch.zeros((512, 512), device="cuda"), ((0, 64),), tile)
+            torch.cuda.synchronize()
             return
         a, b = (torch.zeros((n, 2048), dtype=torch.bfloat16, device="cuda") for n in (128, 512))
         if kind in ("dx", "dh"):

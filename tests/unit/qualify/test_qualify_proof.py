@@ -139,3 +139,33 @@ def test_revealing_data_reveals() -> None:
     ones = torch.ones(96, 5)
     assert not torch.equal(chain_gemm(x, ones), split(x, ones))
     assert not torch.equal(chain_gemm(x, ones), swapped(x, ones))
+
+
+def test_gpu_providers_need_a_fresh_proof_of_this_model(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Without one, with a stale one, or with one of other shapes, a consistency run is refused; with it the digest goes
+    into the qualification's."""
+    gemm_table = pytest.importorskip("rl_engine.ops.gemm_table")
+    from rl_engine.qualify.gpu.run import shapes
+
+    monkeypatch.setattr(gemm_table, "path", lambda: tmp_path / "table.json")
+    monkeypatch.setattr(gemm_table, "identity", lambda: {"device": "one", "driver": "1"})
+    gemm_table.current.cache_clear()
+    sides = [uniform("cpu") | {"linear": "cublaslt", "lm_head": "cublaslt"}]
+    missing = prove(SMALL, sides, Contract())
+    assert [case.what for case in missing.failed] == [
+        "the GPU's matrix products are not proven here: run rlk-repro qualify"
+    ]
+    choice = gemm_table.Choice(None, "00" * 64)
+    entries = {str(shape): [(1, choice)] for shape in shapes(SMALL)}
+    digests = []
+    for digest in ("a" * 64, "b" * 64):
+        gemm_table.keep(gemm_table.Table({"device": "one", "driver": "1"}, entries, digest))
+        proof = prove(SMALL, sides, Contract())
+        assert proof.failed == ()
+        digests.append(proof.digest)
+    assert digests[0] != digests[1]
+    gemm_table.keep(gemm_table.Table({"device": "one", "driver": "2"}, entries, "a" * 64))
+    assert "stale (other driver)" in prove(SMALL, sides, Contract()).failed[0].what
+    gemm_table.keep(gemm_table.Table({"device": "one", "driver": "1"}, dict(list(entries.items())[1:]), "a" * 64))
+    assert "1 shapes of this model were not proven" in prove(SMALL, sides, Contract()).failed[0].what
+    gemm_table.current.cache_clear()
