@@ -90,7 +90,7 @@ def digest(sources: tuple[str, ...]) -> str:
 
 @dataclasses.dataclass
 class Result:
-    """All rows of one family."""
+    """All rows of one family; of its proofs the JSON keeps the counts, the controls and what failed."""
 
     family: str
     digest: str
@@ -102,6 +102,13 @@ class Result:
     def json(self) -> str:
         body = {"schema": SCHEMA, **dataclasses.asdict(self)}
         body["rows"] = [{**dataclasses.asdict(row), "verdict": row.verdict()} for row in self.rows]
+        body["proofs"] = {
+            "held": sum(proof.holds for proof in self.proofs),
+            "of": len(self.proofs),
+            "outputs": sum(proof.elements for proof in self.proofs),
+            "controls": sorted({proof.name for proof in self.proofs if proof.control}),
+            "failed": [dataclasses.asdict(proof) for proof in self.proofs if not proof.holds],
+        }
         return json.dumps(body, indent=1) + "\n"
 
 

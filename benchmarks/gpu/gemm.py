@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -15,7 +16,9 @@ from rl_engine.ops import cublaslt, gemm_table
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.operators import provider
 from rl_engine.ops.weight import Part, Weight
-from rl_engine.qualify.gpu.run import GpuQualification
+from rl_engine.qualify.gpu.data import Inputs
+from rl_engine.qualify.gpu.products import Products
+from rl_engine.qualify.gpu.run import GpuQualification, shapes
 from rl_engine.qualify.gpu.run import prove as qualify
 
 SOURCES = (
@@ -68,6 +71,18 @@ def prove(device: Device) -> Iterator[Proof]:
     for case in found.cases:
         if case.holds or case in found.failed:
             yield Proof(f"{case.operator} {case.what}", case.elements, case.differing, case.control)
+    yield from _slices()
+
+
+def _slices() -> Iterator[Proof]:
+    """Column and depth slices of 8 tensor-parallel ranks, at a small and a large row count."""
+    for shape in shapes(parse_config(QWEN3_8B), (8,)):
+        if shape.kind in ("forward", "residual", "dx"):
+            prover = Products(shape, Inputs(8))
+            prover.choose((8, 1024))
+            for case in prover.cases:
+                if case.holds:
+                    yield Proof(f"slice of 8, {case.what}", case.elements, case.differing)
 
 
 def measure(device: Device) -> Iterator[Row]:
@@ -82,6 +97,7 @@ def measure(device: Device) -> Iterator[Row]:
     yield _row(device, "dW with its fold, 16 units of 256, sum of four", 0.6, 0.9, _units(256), 4096)
     yield _row(device, "dW with its fold, 16 units of 251, sum of four", None, None, _units(251), 16 * 251)
     yield _decode_head(device)
+    yield _host_time(device)
 
 
 Contestants = dict[str, list[Run]]
@@ -183,3 +199,23 @@ def _decode_head(device: Device) -> Row:
     return Row(
         "LM head fp32 logits, 8 rows", times["torch"] / times["ours"], None, None, "cuBLAS bf16 logits", detail=detail
     )
+
+
+def _host_time(device: Device) -> Row:
+    """What the host spends on one call of 8 rows outside a CUDA graph."""
+    weight, x = _weight(device.normal(4096, 4096, scale=0.02)), device.normal(8, 4096)
+    ours = provider("linear", "cublaslt")
+    spent = {}
+    for name, run in {
+        "ours": lambda: ours.forward(x, weight, None),
+        "torch": lambda: torch.nn.functional.linear(x, weight.value),
+    }.items():
+        for calls in (50, 400):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for _ in range(calls):
+                run()
+            spent[name] = (time.perf_counter() - started) / calls * 1e6
+            torch.cuda.synchronize()
+    detail = {f"{name} us": round(value, 1) for name, value in spent.items()}
+    return Row("host time of one call, 8 rows", spent["ours"] / spent["torch"], None, None, "torch", True, detail)

@@ -77,3 +77,39 @@ def test_e2e_reads_the_records_of_both_runs(tmp_path: Path, monkeypatch: pytest.
         "rollout": 2.0,
         "train": 1.0,
     }
+
+
+def test_gpu_figures_in_the_docs_are_the_stored_ones() -> None:
+    """Fails when results or measured code changed; ``python -m benchmarks.gpu.pages`` writes the page anew and marks
+    figures of earlier code as stale."""
+    from benchmarks.gpu.pages import PAGE, rendered
+
+    assert PAGE.read_text() == rendered(PAGE.read_text()), "run python -m benchmarks.gpu.pages"
+
+
+def test_gpu_figures_of_earlier_code_are_called_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.gpu import Result, Row, pages
+
+    result = Result("gemm", "a" * 64, dict.fromkeys(("name", "driver", "torch", "triton"), "x"))
+    result.rows = [Row("product", 0.5, 0.6, 0.9, "cuBLAS"), Row("memory", 0.04, 0.05, 0.035, "logits", at_most=True)]
+    monkeypatch.setattr(pages, "stored", lambda family: json.loads(result.json()))
+    assert "Stale" not in pages.table("gemm", lambda family: "a" * 64)
+    moved = pages.table("gemm", lambda family: "b" * 64)
+    assert "**Stale**" in moved and "| product | 0.500 (missed) | 0.6 | 0.9 | cuBLAS |" in moved
+    assert [row.verdict() for row in result.rows] == ["missed", "must"]
+
+
+def test_gpu_families_name_sources_that_exist() -> None:
+    from benchmarks.gpu import FAMILIES
+    from benchmarks.gpu.pages import current_digest
+
+    assert all(len(current_digest(family)) == 64 for family in FAMILIES)
+
+
+def test_gpu_benchmark_without_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert bench.main(["gpu"]) == 2
+    assert "found no GPU" in capsys.readouterr().err

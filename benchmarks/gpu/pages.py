@@ -1,0 +1,58 @@
+"""The figures on docs/concepts/bitwise.md, made from the stored results; the page says where the code has moved on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import FAMILIES, ROOT, digest, stored
+
+PAGE = ROOT / "docs" / "concepts" / "bitwise.md"
+MARKS = re.compile(r"(<!-- gpu results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def current_digest(family: str) -> str:
+    """The digest of the sources that a family measures, as they are now; nothing of Triton or CUDA is imported."""
+    text = Path(ROOT, *FAMILIES[family].split(".")).with_suffix(".py").read_text()
+    found = re.search(r"^SOURCES = \((.*?)^\)", text, re.DOTALL | re.MULTILINE)
+    assert found, f"{family} names no SOURCES"
+    return digest(tuple(re.findall(r'"([^"]+)"', found.group(1))))
+
+
+def table(family: str, now: Callable[[str], str] = current_digest) -> str:
+    """The family's rows as a table, with the device, the state of its proofs, and whether the code has moved on."""
+    result = stored(family)
+    if result is None:
+        return "Not measured yet.\n"
+    device, proofs = result["device"], result["proofs"]
+    lines = [
+        f"{device['name']}, driver {device['driver']}, torch {device['torch']}, Triton {device['triton']}. "
+        f"{proofs['held']:,} of {proofs['of']:,} proofs held over {proofs['outputs']:,} outputs; caught controls: "
+        f"{', '.join(proofs['controls']) or 'none'}."
+    ]
+    if now(family) != result["digest"]:
+        lines += ["", "**Stale**: the code has changed since; these are the figures of an earlier version."]
+    lines += ["", "| Figure | value | must | aim | against |", "| --- | --- | --- | --- | --- |"]
+    lines += [_line(row) for row in result["rows"]]
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: dict[str, Any]) -> str:
+    bounds = ["" if row[key] is None else f"{row[key]:.3g}" for key in ("must", "aim")]
+    missed = " (missed)" if row["verdict"] == "missed" else ""
+    return f"| {row['name']} | {row['value']:.3f}{missed} | {bounds[0]} | {bounds[1]} | {row['baseline']} |"
+
+
+def rendered(page: str, now: Callable[[str], str] = current_digest) -> str:
+    """The page with every marked table made anew."""
+    return MARKS.sub(lambda m: f"{m.group(1)}\n{table(m.group(2), now)}\n{m.group(3)}", page)
+
+
+def write() -> None:
+    PAGE.write_text(rendered(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    write()
