@@ -115,6 +115,18 @@ def test_a_full_disk_loses_the_unfinished_step_alone(quick_cli: Cli, reference: 
 
 
 @pytest.mark.slow
+def test_a_run_killed_behind_its_last_step_only_ends(quick_cli: Cli) -> None:
+    """Nothing is left to compute, so no engine is started."""
+    assert quick_cli("run", "--run-id", "last", "--rollouts", "2").code == 0
+    run_dir = quick_cli.run_dir("last")
+    path = run_dir / "state.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    done = quick_cli("run", "--resume", str(run_dir))
+    assert done.code == 0, done.err
+    assert states(run_dir) == ["planned", "running", "interrupted", "running", "finished", "valid"]
+
+
+@pytest.mark.slow
 def test_an_interrupted_pair_goes_on_as_a_pair(quick_cli: Cli) -> None:
     folder = quick_cli.run_dir("x").parent
     command = quick_cli.start("run", "--run-id", "p", "--mode", "paired", "--rollouts", "12")
