@@ -108,13 +108,14 @@ def norms() -> list[Kernel]:
     sums = Kernel(
         *(module, "unit_sums_kernel"),
         {"terms": "*fp32", "bounds": "*i32", "sums": "*fp32", **kinds("token_stride width heads", "i32")},
-        {"TOKENS": 64, "C": 64},
+        {"TOKENS": 64, "C": 64, "STAGES": 4},
         unaligned=("heads",),
     )
     add = Kernel(
         *(module, "add_gain_kernel"),
         {"sums": "*fp32", "grad": "*fp32", **kinds("units heads width", "i32")},
-        {"C": 128},
+        {"C": 64, "STAGES": 10},
+        warps=2,
         unaligned=("units", "heads"),
     )
     return [forward, backward, gain, sums, add]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_engine.numerics.contract import Contract
-from rl_engine.ops.attention import AttentionProvider, Runs, run_rows
+from rl_engine.ops.attention import AttentionProvider, Runs, hopper_forward, run_rows
 from rl_engine.ops.attention.paged import PagedBatch, PagedCache
 from rl_engine.ops.attention.triton_backward import attention_delta_kernel, attention_dkv_kernel, attention_dq_kernel
 from rl_engine.ops.attention.triton_decode import attention_decode_kernel, attention_merge_kernel, kv_store_kernel
@@ -30,28 +30,34 @@ class Tile:
     Attributes:
         queries: query rows of a program, or of a step of the dK and dV kernel.
         keys: keys of a step, or of a program of the dK and dV kernel.
+        registers: most registers of a thread in decode, so that more programs run at once; 0 lets the compiler choose.
     """
 
     queries: int
     keys: int
     warps: int
     stages: int
+    registers: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The tiles of every kernel: packed forward, prefill and decode over pages, dQ, and dK with dV."""
+    """The tiles of every kernel: packed forward, prefill and decode over pages, dQ, and dK with dV.
+
+    ``hopper`` is the number of K and V blocks in flight of the warp-specialized packed forward, 0 where it is not used.
+    """
 
     forward: Tile
     prefill: Tile
     decode: Tile
     dq: Tile
     dkv: Tile
+    hopper: int = 0
 
 
-_SMALL = Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 5), Tile(16, 64, 4, 7), Tile(128, 64, 4, 2), Tile(64, 128, 8, 2))
-_LARGE = Tiles(Tile(128, 64, 8, 2), Tile(128, 64, 8, 3), Tile(16, 64, 4, 7), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2))
-TILES = {32: _SMALL, 64: _SMALL, 128: _LARGE}
+_D64 = Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 5), Tile(16, 64, 4, 7), Tile(128, 64, 4, 2), Tile(64, 128, 8, 2), 4)
+_D128 = Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(16, 64, 4, 5), Tile(128, 64, 8, 3), Tile(32, 64, 4, 3), 3)
+TILES = {32: dataclasses.replace(_D64, hopper=0), 64: _D64, 128: _D128}
 _ONE_WARP = Tile(16, 64, 1, 1)
 ANCHOR = dict.fromkeys(TILES, Tiles(_ONE_WARP, _ONE_WARP, _ONE_WARP, Tile(16, 16, 1, 1), Tile(16, 16, 1, 1)))
 
@@ -60,6 +66,11 @@ def scales(width: int) -> tuple[float, float]:
     """(fp32(D^-1/2 log2 e), fp32(D^-1/2)), each from fp64."""
     values = torch.tensor([width**-0.5 * LOG2_E, width**-0.5], dtype=torch.float64).float().tolist()
     return values[0], values[1]
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return hopper_forward.available(device)
 
 
 def _check(*tensors: Tensor) -> None:
@@ -189,6 +200,7 @@ def decode(
         DIRECT=direct,
         WITH_LSE=lse is not None,
         STAGES=tile.stages,
+        **({"maxnreg": tile.registers} if tile.registers else {}),
     )
     if not direct:
         launch(
@@ -279,11 +291,15 @@ class TritonAttention(AttentionProvider):
 
     def forward_runs(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, runs: Runs) -> tuple[Tensor, Tensor]:
         _check(q, k, v)
-        tile = self.tiles[q.shape[2]].forward
+        tiles = self.tiles[q.shape[2]]
         out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
         lse = by_head(q.shape[0], q.shape[1], q.device)
-        items = _query_tiles(layout, runs, tile.queries, False, q.device)
-        forward_tiles(q, k, v, items, items, 0, out, lse, tile)
+        if tiles.hopper and _is_hopper(q.device) and hopper_forward.fits(q, k, v):
+            items = _query_tiles(layout, runs, hopper_forward.QUERIES, False, q.device)
+            hopper_forward.forward(q, k, v, items, out, lse, scales(q.shape[2])[0], tiles.hopper)
+            return out, lse
+        items = _query_tiles(layout, runs, tiles.forward.queries, False, q.device)
+        forward_tiles(q, k, v, items, items, 0, out, lse, tiles.forward)
         return out, lse
 
     def new_cache(self, layers: int, kv_heads: int, width: int, pages: int, page: int) -> PagedCache:

@@ -30,14 +30,13 @@ def load_keys(base, key, last, start, table, slot_stride, page_stride, column, D
     n = tl.arange(0, BLOCK)
     columns = tl.arange(0, D)[None, :] + column
     if PAGE == 0:
-        rows = (start + key + n).to(tl.int64) * slot_stride
+        at = base + (start + key).to(tl.int64) * slot_stride + (n[:, None] * slot_stride + columns)
     elif PAGE % BLOCK == 0:
         page = tl.load(table + key // PAGE).to(tl.int64)
-        rows = page * page_stride + (key % PAGE + n) * slot_stride
+        at = base + page * page_stride + key % PAGE * slot_stride + (n[:, None] * slot_stride + columns)
     else:
         page = tl.load(table + (key + n) // PAGE, mask=key + n <= last, other=0).to(tl.int64)
-        rows = page * page_stride + ((key + n) % PAGE) * slot_stride
-    at = base + rows[:, None] + columns
+        at = base + (page * page_stride + (key + n) % PAGE * slot_stride)[:, None] + columns
     if ALL:
         return tl.load(at)
     return tl.load(at, mask=(key + n <= last)[:, None], other=0.0)

@@ -2,7 +2,7 @@
 
 Why the bits agree. A row's products are folded in chunks of 1,024 columns, then summed by the pair tree, whatever
 number of warps or rows a program has. A gain's gradient is the pair tree over blocks of 64 tokens: a program sums an
-aligned piece of 16 tokens, which is a subtree of the block's, and a second kernel joins pieces and adds blocks
+aligned piece of 8 tokens, which is a subtree of the block's, and a second kernel joins pieces and adds blocks
 ascending.
 """
 
@@ -22,7 +22,7 @@ from rl_engine.ops.triton_functions import inverse_root, launch, tree_columns, t
 from rl_engine.ops.weight import Weight
 
 FOLD_AXIS, BLOCK = Contract().fold_axis, Contract().gain_block
-PIECE = 16  # tokens whose gain terms one program sums: an aligned subtree of a block
+PIECE = 8  # tokens whose gain terms one program sums: an aligned subtree of a block
 
 
 @triton.jit
@@ -163,13 +163,13 @@ def rms_norm_bwd_gain_kernel(
 
 @triton.jit
 def unit_sums_kernel(terms, bounds, sums, token_stride, width, heads,
-                     TOKENS: tl.constexpr, C: tl.constexpr):  # fmt: skip
+                     TOKENS: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """sums fp32 [units, heads, width]: blocks of TOKENS rows of terms fp32 [rows, heads, width] by the pair tree, added
     ascending from +0. bounds int32 [units + 1]: first row of each unit. Grid: columns, heads, units."""
     cols, head, unit = tl.program_id(0) * C + tl.arange(0, C), tl.program_id(1), tl.program_id(2)
     first, last = tl.load(bounds + unit), tl.load(bounds + unit + 1)
     n, total = tl.arange(0, TOKENS), tl.zeros((C,), tl.float32)
-    for start in tl.range(first, last, TOKENS, num_stages=3):
+    for start in tl.range(first, last, TOKENS, num_stages=STAGES):
         rows, inside = (start + n).to(tl.int64)[:, None], (start + n < last)[:, None] & (cols < width)[None, :]
         block = tl.load(terms + rows * token_stride + head * width + cols[None, :], mask=inside, other=0.0)
         total = total + tree_columns(block)
@@ -177,11 +177,11 @@ def unit_sums_kernel(terms, bounds, sums, token_stride, width, heads,
 
 
 @triton.jit
-def add_gain_kernel(sums, grad, units, heads, width, C: tl.constexpr):
+def add_gain_kernel(sums, grad, units, heads, width, C: tl.constexpr, STAGES: tl.constexpr):
     """grad fp32 [width] += sums fp32 [units, heads, width]: heads folded ascending from +0, units ascending."""
     cols = tl.program_id(0) * C + tl.arange(0, C)
     total, unit_sum = tl.load(grad + cols, mask=cols < width, other=0.0), tl.zeros((C,), tl.float32)
-    for i in tl.range(0, units * heads, num_stages=4):
+    for i in tl.range(0, units * heads, num_stages=STAGES):
         unit_sum = unit_sum + tl.load(sums + i * width + cols, mask=cols < width, other=0.0)
         if i % heads == heads - 1:
             total = total + unit_sum
@@ -292,21 +292,24 @@ class TritonNorm(NormProvider):
     def fold_partials(terms: Tensor, bounds: Tensor, tokens: int) -> Tensor:
         _, heads, width = terms.shape
         units, columns = bounds.numel() - 1, min(64, triton.next_power_of_2(width))
+        stages = 4 if tokens > PIECE else 10
         sums = torch.empty(units, heads, width, dtype=torch.float32, device=terms.device)
         launch(
             unit_sums_kernel,
             (-(-width // columns), heads, units),
             *(terms, bounds, sums, heads * width, width, heads),
-            warps=4,
-            stages=3,
+            warps=4 if tokens > 1 else 2,
+            stages=stages,
             TOKENS=tokens,
             C=columns,
+            STAGES=stages,
         )
         return sums
 
     def add_gain(self, sums: Tensor, grad: Tensor) -> None:
         units, heads, width = sums.shape
-        launch(add_gain_kernel, (-(-width // 128),), sums, grad, units, heads, width, warps=4, stages=4, C=128)
+        grid = (-(-width // 64),)
+        launch(add_gain_kernel, grid, sums, grad, units, heads, width, warps=2, stages=10, C=64, STAGES=10)
 
     def gradients(self, dy: Tensor, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None) -> Tensor:
         if weight.grad is None or x.dim() == 3:
@@ -357,4 +360,4 @@ def backward_cut(width: int) -> tuple[int, int]:
 
 
 def gain_cut(width: int) -> tuple[int, int]:
-    return (2, 8) if width > FOLD_AXIS else (4, 4)
+    return (2, 4) if width > FOLD_AXIS else (4, 4)
