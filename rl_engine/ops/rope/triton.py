@@ -19,6 +19,7 @@ from rl_engine.ops.triton_functions import inverse_root, launch, tree_columns, t
 from rl_engine.ops.weight import Weight
 
 GAIN_BLOCK = Contract().gain_block
+EACH = 8  # heads of a program that share the angles
 
 
 @triton.jit
@@ -53,82 +54,85 @@ def rope_kernel(x, y, positions, cosine, sine, tokens, sign, x_token, heads,
 
 
 @triton.jit
-def norm_rope_rows(x, w, y, positions, cosine, sine, tokens, x_token, heads, head, eps,
-                   R: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
-    """QK norm, rounded to bf16, then the rotation, of R tokens of one head."""
-    token, cols = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, HALF)
-    valid = token < tokens
-    places = tl.load(positions + token, mask=valid, other=0)
-    at = x + head * (2 * HALF)
-    x1, x2 = load_half(at, token, x_token, cols, valid), load_half(at + HALF, token, x_token, cols, valid)
+def norm_rope_rows(x, w, y, c, s, token, valid, x_token, heads, first, eps,
+                   R: tl.constexpr, HALF: tl.constexpr, EACH: tl.constexpr):  # fmt: skip
+    """QK norm, rounded to bf16, then the rotation, of R tokens of EACH heads."""
+    cols = tl.arange(0, HALF)
     w1, w2 = tl.load(w + cols).to(tl.float32)[None, :], tl.load(w + HALF + cols).to(tl.float32)[None, :]
-    total = tree_rows(x1 * x1) + tree_rows(x2 * x2)
-    r = inverse_root(tl.div_rn(total, tl.zeros((R,), tl.float32) + 2.0 * HALF) + eps)[:, None]
-    n1, n2 = (x1 * r * w1).to(tl.bfloat16).to(tl.float32), (x2 * r * w2).to(tl.bfloat16).to(tl.float32)
-    c, s = load_angles(cosine, places, cols, valid, HALF), load_angles(sine, places, cols, valid, HALF)
-    to = y + (token * heads + head)[:, None] * (2 * HALF) + cols[None, :]
-    tl.store(to, (n1 * c - n2 * s).to(tl.bfloat16), mask=valid[:, None])
-    tl.store(to + HALF, (n2 * c + n1 * s).to(tl.bfloat16), mask=valid[:, None])
+    for head in range(first, tl.minimum(first + EACH, heads)):
+        at = x + head * (2 * HALF)
+        x1, x2 = load_half(at, token, x_token, cols, valid), load_half(at + HALF, token, x_token, cols, valid)
+        total = tree_rows(x1 * x1) + tree_rows(x2 * x2)
+        r = inverse_root(tl.div_rn(total, tl.zeros((R,), tl.float32) + 2.0 * HALF) + eps)[:, None]
+        n1, n2 = (x1 * r * w1).to(tl.bfloat16).to(tl.float32), (x2 * r * w2).to(tl.bfloat16).to(tl.float32)
+        to = y + (token * heads + head)[:, None] * (2 * HALF) + cols[None, :]
+        tl.store(to, (n1 * c - n2 * s).to(tl.bfloat16), mask=valid[:, None])
+        tl.store(to + HALF, (n2 * c + n1 * s).to(tl.bfloat16), mask=valid[:, None])
 
 
 @triton.jit
 def qk_norm_rope_kernel(
     q, k, wq, wk, yq, yk, positions, cosine, sine, tokens, q_token, k_token, heads, kv_heads, eps,
-    R: tl.constexpr, HALF: tl.constexpr,
+    R: tl.constexpr, HALF: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """R tokens of one head of q or k. Grid: tokens, heads + kv_heads."""
-    head = tl.program_id(1)
-    if head < heads:
-        norm_rope_rows(q, wq, yq, positions, cosine, sine, tokens, q_token, heads, head, eps, R, HALF)
+    """R tokens of EACH heads of q or k, which share the tokens' angles. Grid: tokens, groups of q's heads then k's."""
+    token, cols = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, HALF)
+    valid, first = token < tokens, tl.program_id(1) * EACH
+    places = tl.load(positions + token, mask=valid, other=0)
+    c, s = load_angles(cosine, places, cols, valid, HALF), load_angles(sine, places, cols, valid, HALF)
+    if first < heads:
+        norm_rope_rows(q, wq, yq, c, s, token, valid, q_token, heads, first, eps, R, HALF, EACH)
     else:
-        norm_rope_rows(k, wk, yk, positions, cosine, sine, tokens, k_token, kv_heads, head - heads, eps, R, HALF)
+        first -= tl.cdiv(heads, EACH) * EACH
+        norm_rope_rows(k, wk, yk, c, s, token, valid, k_token, kv_heads, first, eps, R, HALF, EACH)
 
 
 @triton.jit
 def norm_rope_bwd_rows(
-    dy, x, w, dx, partial, positions, cosine, sine, block, first, count, dy_token, x_token, heads, head, eps,
-    R: tl.constexpr, HALF: tl.constexpr, GAIN: tl.constexpr,
+    dy, x, w, dx, partial, c, s, block, token, valid, dy_token, x_token, heads, first, eps,
+    R: tl.constexpr, HALF: tl.constexpr, GAIN: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """The rotation back, rounded to bf16, then QK norm's backward, of a gain block of one head."""
-    index, cols = tl.arange(0, R), tl.arange(0, HALF)
-    token, valid = (first + index).to(tl.int64), index < count
-    places = tl.load(positions + token, mask=valid, other=0)
-    c, s = load_angles(cosine, places, cols, valid, HALF), load_angles(sine, places, cols, valid, HALF)
-    at = dy + head * (2 * HALF)
-    y1, y2 = load_half(at, token, dy_token, cols, valid), load_half(at + HALF, token, dy_token, cols, valid)
-    d1, d2 = (y1 * c + y2 * s).to(tl.bfloat16).to(tl.float32), (y2 * c - y1 * s).to(tl.bfloat16).to(tl.float32)
-    at = x + head * (2 * HALF)
-    x1, x2 = load_half(at, token, x_token, cols, valid), load_half(at + HALF, token, x_token, cols, valid)
+    """The rotation back, rounded to bf16, then QK norm's backward, of a gain block of EACH heads."""
+    cols, width = tl.arange(0, HALF), tl.zeros((R,), tl.float32) + 2.0 * HALF
     w1, w2 = tl.load(w + cols).to(tl.float32)[None, :], tl.load(w + HALF + cols).to(tl.float32)[None, :]
-    width = tl.zeros((R,), tl.float32) + 2.0 * HALF
-    r = inverse_root(tl.div_rn(tree_rows(x1 * x1) + tree_rows(x2 * x2), width) + eps)[:, None]
-    n1, n2, g1, g2 = x1 * r, x2 * r, d1 * w1, d2 * w2
-    mean = tl.div_rn(tree_rows(g1 * n1) + tree_rows(g2 * n2), width)[:, None]
-    to = dx + (token * heads + head)[:, None] * (2 * HALF) + cols[None, :]
-    tl.store(to, ((g1 - n1 * mean) * r).to(tl.bfloat16), mask=valid[:, None])
-    tl.store(to + HALF, ((g2 - n2 * mean) * r).to(tl.bfloat16), mask=valid[:, None])
-    if GAIN:
-        to = partial + (block.to(tl.int64) * heads + head) * (2 * HALF) + cols
-        tl.store(to, tree_columns(d1 * n1))
-        tl.store(to + HALF, tree_columns(d2 * n2))
+    for head in range(first, tl.minimum(first + EACH, heads)):
+        at = dy + head * (2 * HALF)
+        y1, y2 = load_half(at, token, dy_token, cols, valid), load_half(at + HALF, token, dy_token, cols, valid)
+        d1, d2 = (y1 * c + y2 * s).to(tl.bfloat16).to(tl.float32), (y2 * c - y1 * s).to(tl.bfloat16).to(tl.float32)
+        at = x + head * (2 * HALF)
+        x1, x2 = load_half(at, token, x_token, cols, valid), load_half(at + HALF, token, x_token, cols, valid)
+        r = inverse_root(tl.div_rn(tree_rows(x1 * x1) + tree_rows(x2 * x2), width) + eps)[:, None]
+        n1, n2, g1, g2 = x1 * r, x2 * r, d1 * w1, d2 * w2
+        mean = tl.div_rn(tree_rows(g1 * n1) + tree_rows(g2 * n2), width)[:, None]
+        to = dx + (token * heads + head)[:, None] * (2 * HALF) + cols[None, :]
+        tl.store(to, ((g1 - n1 * mean) * r).to(tl.bfloat16), mask=valid[:, None])
+        tl.store(to + HALF, ((g2 - n2 * mean) * r).to(tl.bfloat16), mask=valid[:, None])
+        if GAIN:
+            at = partial + (block.to(tl.int64) * heads + head) * (2 * HALF) + cols
+            tl.store(at, tree_columns(d1 * n1))
+            tl.store(at + HALF, tree_columns(d2 * n2))
 
 
 @triton.jit
 def qk_norm_rope_bwd_kernel(
     dq, dk, q, k, wq, wk, xq, xk, part_q, part_k, positions, cosine, sine, pieces,
     dq_token, dk_token, q_token, k_token, heads, kv_heads, eps,
-    R: tl.constexpr, HALF: tl.constexpr, GAIN: tl.constexpr,
+    R: tl.constexpr, HALF: tl.constexpr, GAIN: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """Gradients xq, xk before QK norm from dq, dk behind the rotation, and the gain terms' pair tree, of a block of R
-    tokens. pieces int32 [n, 2]: first token and count. Grid: blocks, heads + kv_heads."""
-    block, head = tl.program_id(0), tl.program_id(1)
-    first, count = tl.load(pieces + block * 2), tl.load(pieces + block * 2 + 1)
-    if head < heads:
-        norm_rope_bwd_rows(dq, q, wq, xq, part_q, positions, cosine, sine, block, first, count,
-                           dq_token, q_token, heads, head, eps, R, HALF, GAIN)  # fmt: skip
+    tokens. pieces int32 [n, 2]: first token and count. Grid: blocks, groups of q's heads then k's."""
+    block, group, index, cols = tl.program_id(0), tl.program_id(1) * EACH, tl.arange(0, R), tl.arange(0, HALF)
+    start, count = tl.load(pieces + block * 2), tl.load(pieces + block * 2 + 1)
+    token, valid = (start + index).to(tl.int64), index < count
+    places = tl.load(positions + token, mask=valid, other=0)
+    c, s = load_angles(cosine, places, cols, valid, HALF), load_angles(sine, places, cols, valid, HALF)
+    if group < heads:
+        norm_rope_bwd_rows(dq, q, wq, xq, part_q, c, s, block, token, valid,
+                           dq_token, q_token, heads, group, eps, R, HALF, GAIN, EACH)  # fmt: skip
     else:
-        norm_rope_bwd_rows(dk, k, wk, xk, part_k, positions, cosine, sine, block, first, count,
-                           dk_token, k_token, kv_heads, head - heads, eps, R, HALF, GAIN)  # fmt: skip
+        group -= tl.cdiv(heads, EACH) * EACH
+        norm_rope_bwd_rows(dk, k, wk, xk, part_k, c, s, block, token, valid,
+                           dk_token, k_token, kv_heads, group, eps, R, HALF, GAIN, EACH)  # fmt: skip
 
 
 class TritonRope(RopeProvider):
@@ -164,12 +168,13 @@ def qk_norm_rope(
     size = 16
     launch(
         qk_norm_rope_kernel,
-        (-(-tokens // size), heads + k.shape[1]),
+        (-(-tokens // size), -(-heads // EACH) - (-k.shape[1] // EACH)),
         *(q, k, q_norm.value, k_norm.value, yq, yk, positions, table.cosine, table.sine, tokens),
         *(shape_of(q)[3], shape_of(k)[3], heads, k.shape[1], eps),
         warps=4,
         R=size,
         HALF=width // 2,
+        EACH=EACH,
     )
     return yq, yk
 
@@ -198,13 +203,14 @@ def qk_norm_rope_backward(
     part_q, part_k = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
     launch(
         qk_norm_rope_bwd_kernel,
-        (pieces.shape[0], heads + k.shape[1]),
+        (pieces.shape[0], -(-heads // EACH) - (-k.shape[1] // EACH)),
         *(dq, dk, q, k, q_norm.value, k_norm.value, xq, xk, part_q, part_k, positions, table.cosine, table.sine),
         *(pieces, shape_of(dq)[3], shape_of(dk)[3], shape_of(q)[3], shape_of(k)[3], heads, k.shape[1], eps),
         warps=8,
         R=GAIN_BLOCK,
         HALF=width // 2,
         GAIN=gain,
+        EACH=EACH,
     )
     if gain:
         norm = TritonNorm()
