@@ -26,6 +26,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 FAMILIES = {
     "gemm": "benchmarks.gpu.gemm",
     "logp": "benchmarks.gpu.logp",
+    "attention": "benchmarks.gpu.attention",
+    "rows": "benchmarks.gpu.rows",
 }
 
 

@@ -55,6 +55,21 @@ def attention() -> list[Kernel]:
     return [*forward, *decode, merge, store]
 
 
+def hopper() -> list[Kernel]:
+    return [
+        Kernel(
+            *(f"{OPS}.attention.hopper_forward", "attention_hopper_kernel"),
+            {**kinds("q_d k_d v_d", "tensordesc<bf16[64,128],{ROWS}>"), "out": "*bf16", "lse": "*fp32"}
+            | {"items": "*i32", "c": "fp32", **kinds("out_token out_head lse_head heads", "i32")},
+            {"GROUP": 4, "D": 128, "STAGES": 2, "WITH_LSE": True, "REGISTERS": 240},
+            unaligned=("heads",),
+            layouts={"ROWS": (64, 128)},
+            targets=("cuda:90",),
+            fma=True,
+        )
+    ]
+
+
 def attention_backward() -> list[Kernel]:
     module = f"{OPS}.attention.triton_backward"
     tensors = kinds("q k v dout", "*bf16") | {"lse": "*fp32", "delta": "*fp32", "items": "*i32"}
@@ -209,4 +224,4 @@ def sampling() -> list[Kernel]:
     ]
 
 
-ROW_KERNELS = [*attention(), *attention_backward(), *norms(), *rotations(), *elementwise(), *sampling()]
+ROW_KERNELS = [*attention(), *hopper(), *attention_backward(), *norms(), *rotations(), *elementwise(), *sampling()]

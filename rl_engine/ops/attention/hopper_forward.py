@@ -198,15 +198,17 @@ def bring(
 @gluon.jit
 def attention_hopper_kernel(
     q_d, k_d, v_d, out, lse, items, c, out_token, out_head, lse_head, heads,
-    GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, WITH_LSE: gl.constexpr, REGISTERS: gl.constexpr,
+    ROWS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, WITH_LSE: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """128 queries of one head. items int32 [tiles, 4]: first row of q, its position, count, the sample's first row."""
+    """128 queries of one head. items int32 [tiles, 4]: first row of q, its position, count, the sample's first row.
+    ROWS: layout of 64 rows in shared memory."""
     head = gl.program_id(0) % heads
     item = items + (gl.program_id(0) // heads) * 4
     first, position, count, start = gl.load(item), gl.load(item + 1), gl.load(item + 2), gl.load(item + 3)
-    q_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, D], q_d.layout)
-    k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, D], k_d.layout)
-    v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, D], v_d.layout)
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, D], ROWS)
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, D], ROWS)
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, D], ROWS)
     full_q = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     full_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -244,9 +246,8 @@ def fits(*tensors: Tensor) -> bool:
     )
 
 
-def _descriptor(x: Tensor) -> Any:
+def _descriptor(x: Tensor, layout: Any) -> Any:
     tokens, heads, width = x.shape
-    layout = gl.NVMMASharedLayout.get_default_for([64, width], gl.bfloat16)
     return TensorDescriptor(x, [tokens, heads * width], [x.stride(0), 1], [64, width], layout)
 
 
@@ -257,9 +258,11 @@ def forward(
     heads, width = q.shape[1], q.shape[2]
     if not items.shape[0]:
         return
+    layout = gl.NVMMASharedLayout.get_default_for([64, width], gl.bfloat16)
     attention_hopper_kernel[(heads * items.shape[0],)](
-        *(_descriptor(q), _descriptor(k), _descriptor(v), out, out if lse is None else lse, items, c),
+        *(*(_descriptor(x, layout) for x in (q, k, v)), out, out if lse is None else lse, items, c),
         *(out.stride(0), out.stride(1), 0 if lse is None else lse.stride(1), heads),
+        ROWS=layout,
         GROUP=heads // k.shape[1],
         D=width,
         STAGES=stages,

@@ -1,0 +1,154 @@
+"""Attention: forward and backward against cuDNN and flash, paged decode against the bytes of the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.gpu import Proof, Row
+from benchmarks.gpu.device import Device
+from benchmarks.gpu.limits import copy_rate, copy_time
+from rl_engine.ops.attention.triton import ANCHOR, TILES, TritonAttention, by_head, decode, store
+from rl_engine.ops.layout import PackedLayout
+from rl_engine.qualify.gpu.data import differing
+
+SOURCES = (
+    *("rl_engine/ops/attention", "rl_engine/ops/triton_functions.py", "rl_engine/ops/layout.py"),
+    *("benchmarks/gpu/attention.py", "benchmarks/gpu/limits.py"),
+)
+HEADS, KV_HEADS, WIDTH, PAGE = 32, 8, 128, 64  # Qwen3-8B
+PACKED = ((4, 4096), (1, 16384))  # samples, tokens of each
+CACHED = ((8, 1024), (8, 8192), (8, 32768), (16, 2048), (32, 4096), (64, 1024), (64, 8192), (64, 32768))
+
+
+def prove(device: Device) -> Iterator[Proof]:
+    """The default kernels against the anchor: forward, its LSE, gradients, and decode of the last tokens."""
+    layout = PackedLayout((1, 700, 1100, 2100), (2, 2))
+    q, k, v, dout = (device.normal(layout.tokens, n, WIDTH) for n in (HEADS, KV_HEADS, KV_HEADS, HEADS))
+    anchor, tested = TritonAttention(ANCHOR), TritonAttention()
+    out, lse = anchor.forward_packed(q, k, v, layout)
+    found, found_lse = tested.forward_packed(q, k, v, layout)
+    yield Proof("forward, default against anchor", out.numel(), differing(found, out))
+    yield Proof("LSE, default against anchor", lse.numel(), differing(found_lse, lse))
+    expected = anchor.backward_packed(dout, q, k, v, out, lse, layout)
+    gradients = tested.backward_packed(dout, q, k, v, out, lse, layout)
+    for name, a, b in zip(("dQ", "dK", "dV"), gradients, expected, strict=True):
+        yield Proof(f"{name}, default against anchor", b.numel(), differing(a, b))
+    device.check()
+    length = 2100
+    part = slice(layout.tokens - length, layout.tokens)
+    keys, values, table = _pages(1, length)
+    store(k[part], v[part], torch.arange(length, device="cuda"), keys, values)
+    last, last_lse = torch.empty_like(out[-1:]), by_head(1, HEADS, out.device)
+    items = torch.tensor([[0, length - 1, 1, 0]], dtype=torch.int32, device="cuda")
+    decode(q[-1:], keys, values, items, table, 1, 3, last, last_lse, TILES[WIDTH].decode)
+    yield Proof("decode against the training form", last.numel(), differing(last, out[-1:]))
+    yield Proof("decode's LSE against the training form", last_lse.numel(), differing(last_lse, lse[-1:]))
+    q[-1] = q[-1].flip(1)
+    decode(q[-1:], keys, values, items, table, 1, 3, last, last_lse, TILES[WIDTH].decode)
+    yield Proof("decode of another query", last.numel(), differing(last, out[-1:]), control=True)
+
+
+def _pages(samples: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(keys, values, table) with pages in random order."""
+    each = -(-length // PAGE)
+    shape = (samples * each, KV_HEADS, PAGE, WIDTH)
+    keys, values = (torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    order = torch.randperm(samples * each, device="cuda").to(torch.int32)
+    return keys, values, order.view(samples, each)
+
+
+def measure(device: Device) -> Iterator[Row]:
+    for samples, length in PACKED:
+        yield from _packed(device, samples, length)
+        torch.cuda.empty_cache()
+    rate = copy_rate(device)
+    torch.cuda.empty_cache()
+    for samples, length in CACHED:
+        yield _decode(device, samples, length, rate)
+        torch.cuda.empty_cache()
+
+
+def _packed(device: Device, samples: int, length: int) -> Iterator[Row]:
+    tokens, layout = samples * length, PackedLayout((length,) * samples, (samples,))
+    q, k, v, dout = (device.normal(tokens, n, WIDTH) for n in (HEADS, KV_HEADS, KV_HEADS, HEADS))
+    ours = TritonAttention()
+    forward = {"ours": [lambda: ours.forward_packed(q, k, v, layout)]}
+    backward: dict[str, list[Callable[[], object]]] = {}
+    for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
+        for grouped in (True, False):
+            what = f"{name}, {'grouped' if grouped else 'repeated'} heads"
+            run, gradient = _native(backend, grouped, samples, length, q, k, v, dout)
+            forward[what] = [run]
+            if name == "cudnn":
+                backward[what] = [gradient]
+    times = device.times(forward, 0.06, graph=False)
+    best = min(value for name, value in times.items() if name != "ours")
+    flops = 2 * samples * HEADS * WIDTH * length * length
+    size = f"{samples} x {length}"
+    detail = {**times, "TFLOP/s": flops / times["ours"] / 1e6, "best TFLOP/s": flops / best / 1e6}
+    baseline = "best of cuDNN and flash"
+    yield Row(f"attention forward, causal, {size}", best / times["ours"], 0.75, 0.95, baseline, detail=detail)
+    out, lse = ours.forward_packed(q, k, v, layout)
+    backward["ours"] = [lambda: ours.backward_packed(dout, q, k, v, out, lse, layout)]
+    times = device.times(backward, 0.1, graph=False)
+    best = min(value for name, value in times.items() if name != "ours")
+    detail = {**times, "TFLOP/s": 2.5 * flops / times["ours"] / 1e6, "best TFLOP/s": 2.5 * flops / best / 1e6}
+    yield Row(
+        f"attention backward, deterministic, {size}",
+        *(best / times["ours"], 0.65, 0.85, "cuDNN, not deterministic"),
+        detail=detail,
+    )
+
+
+def _native(
+    backend: SDPBackend, grouped: bool, samples: int, length: int, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """(forward, backward) of torch's attention. ``grouped`` hands over the KV heads as they are; otherwise they are
+    repeated beforehand, which is not timed."""
+
+    def dense(x: Tensor) -> Tensor:
+        return x.view(samples, length, -1, WIDTH).transpose(1, 2)
+
+    inputs = [dense(q), *(dense(x) if grouped else dense(x).repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))]
+    leaves = [x.detach().requires_grad_() for x in inputs]
+
+    def forward() -> Tensor:
+        with sdpa_kernel(backend):
+            return functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=grouped)
+
+    with sdpa_kernel(backend):
+        out = functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=grouped)
+    gradient = dense(dout)
+    return forward, lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True)
+
+
+def _decode(device: Device, samples: int, length: int, rate: float) -> Row:
+    moved = samples * length * KV_HEADS * WIDTH * 4
+    sets = [_pages(samples, length) for _ in range(max(1, min(8, (400 << 20) // moved + 1)))]
+    for keys, values, _ in sets:
+        keys.normal_()
+        values.normal_()
+    q = device.normal(samples, HEADS, WIDTH)
+    items = torch.tensor([[i, length - 1, 1, i] for i in range(samples)], dtype=torch.int32, device="cuda")
+    out, splits, tile = torch.empty_like(q), -(-length // 1024), TILES[WIDTH].decode
+    runs = [
+        lambda a=keys, b=values, c=table: decode(q, a, b, items, c, 1, splits, out, None, tile)
+        for keys, values, table in sets
+    ]
+    ours = device.times({"ours": runs}, 0.02)["ours"]
+    sets.clear()
+    runs.clear()
+    torch.cuda.empty_cache()
+    copied = copy_time(device, moved)
+    detail = {"us": ours, "limit us": moved / rate, "copy of as many bytes us": copied, "copy GB/s": rate / 1e3}
+    detail["share of that copy"] = copied / ours
+    return Row(
+        f"paged decode, {samples} x {length}",
+        *(moved / rate / ours, 0.85, 0.95, "bytes of K and V at the rate of a 4 GiB copy"),
+        detail=detail,
+    )
