@@ -3,6 +3,7 @@ and the wrong orders that must be caught."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -41,12 +42,13 @@ def anchor() -> Any:
 
 def provider(*choice: tuple[int, int, int, int]) -> Any:
     """One tile choice for every kernel: (queries, keys, warps, stages) of forward, dq and dkv."""
-    from rl_engine.ops.attention.triton import TILES, Tile, Tiles, TritonAttention
+    from rl_engine.ops.attention.triton import TILES, Tile, TritonAttention
 
     if not choice:
         return TritonAttention()
     forward, dq, dkv = (Tile(*tile) for tile in choice)
-    return TritonAttention(dict.fromkeys(TILES, Tiles(forward, forward, TILES[128].decode, dq, dkv)))
+    tiles = dataclasses.replace(TILES[128], forward=forward, prefill=forward, dq=dq, dkv=dkv, hopper=0)
+    return TritonAttention(dict.fromkeys(TILES, tiles))
 
 
 CHOICES = [

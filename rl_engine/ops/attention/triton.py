@@ -18,7 +18,7 @@ from rl_engine.ops.attention.triton_forward import attention_fwd_kernel
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.triton_functions import launch
 
-SPLIT = Contract().kv_split
+BLOCK, SPLIT = Contract().kv_block, Contract().kv_split
 LOG2_E = 1.44269504088896341
 DECODE_ROWS = 16  # query rows of one KV head that the decode kernel takes
 
@@ -44,22 +44,42 @@ class Tile:
 class Tiles:
     """The tiles of every kernel: packed forward, prefill and decode over pages, dQ, and dK with dV.
 
+    ``decode`` is for pages that hold whole blocks of keys, ``scattered`` for smaller ones.
+
     ``hopper`` is the number of K and V blocks in flight of the warp-specialized packed forward, 0 where it is not used.
     """
 
     forward: Tile
     prefill: Tile
     decode: Tile
+    scattered: Tile
     dq: Tile
     dkv: Tile
     hopper: int = 0
 
 
-_D64 = Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 5), Tile(16, 64, 4, 7), Tile(128, 64, 4, 2), Tile(64, 128, 8, 2), 4)
-_D128 = Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(16, 64, 4, 5), Tile(128, 64, 8, 3), Tile(32, 64, 4, 3), 3)
+_D64 = Tiles(
+    forward=Tile(128, 64, 4, 3),
+    prefill=Tile(128, 64, 4, 5),
+    decode=Tile(16, 64, 4, 7),
+    scattered=Tile(16, 64, 4, 7),
+    dq=Tile(128, 64, 4, 2),
+    dkv=Tile(64, 128, 8, 2),
+    hopper=4,
+)
+_D128 = Tiles(
+    forward=Tile(128, 64, 8, 3),
+    prefill=Tile(128, 64, 8, 3),
+    decode=Tile(16, 64, 4, 5),
+    scattered=Tile(16, 64, 4, 3, 128),
+    dq=Tile(128, 64, 8, 3),
+    dkv=Tile(32, 64, 4, 4),
+    hopper=3,
+)
 TILES = {32: dataclasses.replace(_D64, hopper=0), 64: _D64, 128: _D128}
-_ONE_WARP = Tile(16, 64, 1, 1)
-ANCHOR = dict.fromkeys(TILES, Tiles(_ONE_WARP, _ONE_WARP, _ONE_WARP, Tile(16, 16, 1, 1), Tile(16, 16, 1, 1)))
+_ONE, _TWO = Tile(16, 64, 1, 1), Tile(16, 16, 1, 1)
+ANCHOR = dict.fromkeys(TILES, Tiles(_ONE, _ONE, _ONE, _ONE, _TWO, _TWO))
+LONG = 8192  # tokens from which two blocks in flight were the fastest on Hopper
 
 
 def scales(width: int) -> tuple[float, float]:
@@ -296,7 +316,8 @@ class TritonAttention(AttentionProvider):
         lse = by_head(q.shape[0], q.shape[1], q.device)
         if tiles.hopper and _is_hopper(q.device) and hopper_forward.fits(q, k, v):
             items = _query_tiles(layout, runs, hopper_forward.QUERIES, False, q.device)
-            hopper_forward.forward(q, k, v, items, out, lse, scales(q.shape[2])[0], tiles.hopper)
+            ahead = 2 if max(layout.lengths) > LONG else tiles.hopper
+            hopper_forward.forward(q, k, v, items, out, lse, scales(q.shape[2])[0], ahead)
             return out, lse
         items = _query_tiles(layout, runs, tiles.forward.queries, False, q.device)
         forward_tiles(q, k, v, items, items, 0, out, lse, tiles.forward)
@@ -315,7 +336,8 @@ class TritonAttention(AttentionProvider):
         if plan.tiles.shape[0]:
             forward_tiles(q, keys, values, plan.tiles, plan.tables, cache.page, out, None, tile)
         if plan.few.shape[0]:
-            cut = self.tiles[q.shape[2]].decode
+            tiles = self.tiles[q.shape[2]]
+            cut = tiles.decode if cache.page % BLOCK == 0 else tiles.scattered
             decode(q, keys, values, plan.few, plan.tables, plan.queries, plan.splits, out, None, cut)
         return out
 
