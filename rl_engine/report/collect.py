@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 from rl_engine.checks.seal import verify_seal
 from rl_engine.config.plan import Plan
@@ -17,8 +15,8 @@ from rl_engine.records.matrix import MatrixRecord, read_matrix
 from rl_engine.records.reader import RunReader
 from rl_engine.records.types import EnvironmentRecord, EventRecord, RouteFile, StateRecord, StepRecord, ValidationRecord
 from rl_engine.report.deltas import Deltas, measure_deltas
+from rl_engine.report.prices import PriceRow, Prices, read_prices
 
-BENCH_SCHEMA = "rlkernel.bench.v1"
 BENCH_LIMIT = 4 << 20
 
 
@@ -79,27 +77,6 @@ class LeftOut:
     name: str
     reason: str
     command: str
-
-
-@dataclasses.dataclass(frozen=True)
-class PriceRow:
-    """One case of a benchmark file: seconds of each contestant and how much faster than stock it is."""
-
-    benchmark: str
-    case: str
-    contestant: str
-    seconds: float
-    per_second: float
-    unit: str
-    speed: float | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Prices:
-    """The benchmark files beside the runs, and the machines they name."""
-
-    rows: tuple[PriceRow, ...]
-    machines: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,28 +211,9 @@ def _beside(
         if (root / name).stat().st_size > BENCH_LIMIT:
             return
         body = parse_json(paths.read_bounded(root.resolve(), name, BENCH_LIMIT), name)
-        if isinstance(body, dict) and body.get("schema") == BENCH_SCHEMA:
-            prices.append(_prices(body))
-    except (UserError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        found = read_prices(body)
+        if found is not None:
+            prices.append(found)
+    except (UserError, OSError, KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         if name.endswith("-matrix.json") or "bench" in name:
             left_out.append(LeftOut(printable(name, 160), f"cannot be read: {printable(str(error))}", ""))
-
-
-def _prices(body: dict[str, Any]) -> tuple[list[PriceRow], str]:
-    rows = []
-    for case in body["cases"]:
-        for contestant, times in case["times"].items():
-            speed = case["speed"].get(contestant)
-            rows.append(
-                PriceRow(
-                    benchmark=str(body["benchmark"])[:80],
-                    case=str(case["case"])[:120],
-                    contestant=str(contestant)[:80],
-                    seconds=float(times["median"]),
-                    per_second=float(times["per_second"]),
-                    unit=str(case["unit"])[:40],
-                    speed=None if speed is None else float(speed),
-                )
-            )
-    machine = body.get("machine")
-    return rows, json.dumps(machine, sort_keys=True)[:2000] if isinstance(machine, dict) else ""

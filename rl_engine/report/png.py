@@ -43,6 +43,8 @@ def png(chart: Chart) -> bytes:
             axes.plot(
                 chart.x, series.values, style, marker=marker, ms=4, color=colour(series.role), label=_text(series.name)
             )
+    elif chart.kind == "rows":
+        return _bytes(_rows(chart))
     else:
         _columns(axes, chart)
     axes.set_xlabel(_text(chart.x_name))
@@ -52,6 +54,23 @@ def png(chart: Chart) -> bytes:
     axes.grid(axis="y", color="#e4e4e7", linewidth=0.8)
     axes.legend(frameon=False, fontsize=8, ncols=min(len(chart.series), 4))
     return _bytes(figure)
+
+
+def _rows(chart: Chart) -> Any:
+    """Horizontal bars with a line at 1."""
+    figure, axes = _new(chart.title)
+    figure.set_size_inches(SIZE[0], max(SIZE[1], 0.28 * len(chart.x) * len(chart.series) + 1.2))
+    tall = 0.8 / max(len(chart.series), 1)
+    for number, series in enumerate(chart.series):
+        at = [place + number * tall for place in range(len(chart.x))]
+        values = [value if math.isfinite(value) else 0.0 for value in series.values]
+        bars = axes.barh(at, values, tall, color=colour(series.role), label=_text(series.name))
+        axes.bar_label(bars, labels=[f"{value:.3g}" for value in values], fontsize=6, padding=2)
+    axes.set_yticks(list(range(len(chart.x))), [_text(text[:60]) for text in chart.labels], fontsize=6)
+    axes.invert_yaxis()
+    axes.axvline(1.0, color="#52525b", linewidth=0.8)
+    axes.set_xlabel(_text(chart.unit))
+    return figure
 
 
 def _columns(axes: Any, chart: Chart) -> None:

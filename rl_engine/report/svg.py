@@ -21,6 +21,8 @@ def draw(chart: Chart) -> str:
 
     ``data-x`` holds the horizontal place of each point in the drawing's own units, for the page's read-out.
     """
+    if chart.kind == "rows":
+        return _rows(chart)
     places = _places(chart)
     marks = ticks(*_range(chart))
     low, high = marks[0], marks[-1]
@@ -35,6 +37,34 @@ def draw(chart: Chart) -> str:
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(label(chart))}" '
         f'data-x="{at}" data-top="{TOP}" data-bottom="{HEIGHT - BOTTOM}">'
         f'{"".join(body)}<line class="cursor" x1="0" x2="0" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg>'
+    )
+
+
+def _rows(chart: Chart) -> str:
+    """Horizontal bars under their names, with a line at 1: for names too long to stand below a column."""
+    tall = 22 + 14 * len(chart.series)
+    height = TOP + tall * len(chart.x) + 8
+    values = [value for series in chart.series for value in series.values if math.isfinite(value)]
+    reach = max([1.0, *values]) * 1.12
+    one = 8 + (WIDTH - 60) / reach
+    parts = [f'<line class="zero" x1="{one:.1f}" x2="{one:.1f}" y1="{TOP - 6}" y2="{height - 6}"/>']
+    parts.append(f'<text class="tick" x="{one:.1f}" y="{TOP - 10}" text-anchor="middle">1</text>')
+    middles = []
+    for index, name in enumerate(chart.labels):
+        y = TOP + tall * index
+        middles.append(y + tall / 2)
+        cut = name if len(name) <= 62 else name[:61] + "…"
+        parts.append(f'<text class="tick" x="8" y="{y + 12}">{html.escape(cut)}</text>')
+        for number, series in enumerate(chart.series):
+            value, top = series.values[index], y + 17 + 14 * number
+            if math.isfinite(value) and value > 0:
+                wide = (WIDTH - 60) * value / reach
+                parts.append(f'<rect class="bar {series.role}" x="8" y="{top}" width="{wide:.1f}" height="11"/>')
+                parts.append(f'<text class="value" x="{12 + wide:.1f}" y="{top + 9}">{short(value)}</text>')
+    at = " ".join(f"{middle:.1f}" for middle in middles)
+    return (
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{html.escape(label(chart))}" '
+        f'data-y="{at}">{"".join(parts)}<line class="cursor"/></svg>'
     )
 
 

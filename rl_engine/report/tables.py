@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from rl_engine.records.codec import encode, printable
 from rl_engine.records.matrix import MatrixRecord
 from rl_engine.records.types import FindingRecord, StepRecord, StepSeconds
-from rl_engine.report.collect import Collection, Prices, RunView
+from rl_engine.report.collect import Collection, RunView
 from rl_engine.report.numbers import shown
+from rl_engine.report.prices import PriceRow, Prices
 
 Cell = str | int | float | bool | None
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet would run a text that starts with one of these
@@ -238,8 +239,8 @@ def matrix_table(matrices: Sequence[MatrixRecord]) -> Table:
 
 
 def prices_table(prices: Prices) -> Table:
-    """Every contestant of every benchmark case; ``speed`` is times as fast as stock."""
-    columns = ("benchmark", "case", "contestant", "seconds", "per_second", "unit", "speed")
+    """Every contestant of every case; ``speed`` is times as fast as ``against``."""
+    columns = tuple(field.name for field in dataclasses.fields(PriceRow))
     return Table("prices", "Price list", columns, tuple(dataclasses.astuple(row) for row in prices.rows))
 
 

@@ -34,4 +34,9 @@ def output_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     case = {"case": "linear 64 rows", "work": 10, "unit": "tokens", "times": times, "speed": {"consistency": 2.0}}
     body = {"schema": "rlkernel.bench.v1", "benchmark": "ops", "machine": {"cores": 2}, "cases": [case]}
     (root / "bench-ops.json").write_text(json.dumps(body))
+    record = {"identity": {"name": "a GPU"}, "levels": {"L4 dX": {"16": 1.25}}, "prices": {}, "refuted": []}
+    (root / "qualification.json").write_text(json.dumps(record))
+    kept = {"name": "GEMM 1 rows", "value": 1.5, "baseline": "cuBLAS", "at_most": False}
+    gpu = {"schema": "rlkernel.gpu.v1", "family": "gemm", "device": {}, "rows": [kept, {**kept, "at_most": True}]}
+    (root / "gpu-gemm.json").write_text(json.dumps(gpu))
     return root

@@ -15,7 +15,8 @@
     const svg = figure.querySelector("svg.chart");
     const tip = figure.querySelector(".tip");
     const cursor = svg.querySelector(".cursor");
-    const places = svg.dataset.x.split(" ").map(Number);
+    const upright = "y" in svg.dataset;
+    const places = (upright ? svg.dataset.y : svg.dataset.x).split(" ").map(Number);
     const heads = [...figure.querySelectorAll("thead th")].map((cell) => cell.textContent);
     const rows = [...figure.querySelectorAll("tbody tr")].map((row) => [...row.cells].map((cell) => cell.textContent));
     let at = -1;
@@ -31,11 +32,14 @@
         tip.append(line);
       });
       const scale = svg.clientWidth / svg.viewBox.baseVal.width;
-      cursor.setAttribute("x1", places[at]);
-      cursor.setAttribute("x2", places[at]);
-      cursor.style.visibility = "visible";
+      if (!upright) {
+        cursor.setAttribute("x1", places[at]);
+        cursor.setAttribute("x2", places[at]);
+        cursor.style.visibility = "visible";
+      }
       tip.hidden = false;
-      const x = places[at] * scale;
+      tip.style.top = upright ? places[at] * scale + 16 + "px" : "0";
+      const x = upright ? 0 : places[at] * scale;
       const right = x < svg.clientWidth / 2;
       tip.style.left = right ? x + 10 + "px" : "auto";
       tip.style.right = right ? "auto" : svg.clientWidth - x + 10 + "px";
@@ -44,7 +48,8 @@
     const hide = () => { tip.hidden = true; cursor.style.visibility = "hidden"; at = -1; };
     const nearest = (event) => {
       const box = svg.getBoundingClientRect();
-      const x = (event.clientX - box.left) * svg.viewBox.baseVal.width / box.width;
+      const from = upright ? event.clientY - box.top : event.clientX - box.left;
+      const x = from * svg.viewBox.baseVal.width / box.width;
       let best = 0;
       places.forEach((place, index) => { if (Math.abs(place - x) < Math.abs(places[best] - x)) best = index; });
       show(best, false);
