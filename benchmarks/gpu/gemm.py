@@ -203,11 +203,13 @@ def _decode_head(device: Device) -> Row:
 
 def _host_time(device: Device) -> Row:
     """What the host spends on one call of 8 rows outside a CUDA graph."""
-    weight, x = _weight(device.normal(4096, 4096, scale=0.02)), device.normal(8, 4096)
+    weight = _weight(device.normal(4096, 4096, scale=0.02))
+    x, y = (device.normal(rows, 4096) for rows in (8, 128))
     ours = provider("linear", "cublaslt")
     spent = {}
     for name, run in {
         "ours": lambda: ours.forward(x, weight, None),
+        "ours, 128 rows": lambda: ours.forward(y, weight, None),
         "torch": lambda: torch.nn.functional.linear(x, weight.value),
     }.items():
         for calls in (50, 400):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -125,6 +126,13 @@ class Plan:
         self.alpha, self.beta = ctypes.c_float(1.0), ctypes.c_float(p.beta)
         self.run = lt.cublasLtMatmul
         self.run.argtypes = [ctypes.c_void_p] * 14 + [ctypes.c_size_t, ctypes.c_void_p]
+
+    def close(self) -> None:
+        """Gives the descriptors back; the plan runs no more."""
+        lt = library()
+        for layout in (self.first, self.second, self.old, self.out):
+            lt.cublasLtMatrixLayoutDestroy(layout)
+        lt.cublasLtMatmulDescDestroy(self.operation)
 
     @staticmethod
     def _layout(dtype: torch.dtype, rows: int, columns: int, stride: int) -> ctypes.c_void_p:
@@ -255,6 +263,20 @@ def product(
     Raises:
         Refused: the algorithm does not take this shape.
     """
-    what = describe(a, b, out, old, add=add)
-    device = out.device.index
-    plan(what, device)(a, b, out, _taken(what, device, algorithm, proven), old, None)
+    prepare(a, b, out, algorithm, old, add=add, proven=proven)(a, b, out, old)
+
+
+def prepare(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    algorithm: bytes,
+    old: Tensor | None = None,
+    *,
+    add: bool = False,
+    proven: frozenset[bytes] = frozenset(),
+) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], None]:
+    """:func:`product` for every call with these shapes, strides and types."""
+    what, device = describe(a, b, out, old, add=add), out.device.index
+    ready, raw = plan(what, device), _taken(what, device, algorithm, proven)
+    return lambda a, b, out, old: ready(a, b, out, raw, old, None)

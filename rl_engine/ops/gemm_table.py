@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ from rl_engine.ops.triton_gemm import Tile
 NAME = "gemm-table.json"
 SCHEMA = "rlkernel.gemm-table.v1"
 KINDS = ("forward", "residual", "dx", "logits", "dh", "fold")
+
+
+PREPARED = 4096  # forms of a call that are kept ready
+Call = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], None]
 
 
 class NotQualified(RuntimeError):
@@ -71,6 +76,7 @@ class Table:
     entries: dict[str, list[tuple[int, Choice]]]
     digest: str = ""
     proven: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    prepared: dict[tuple[Any, ...], Call] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def choose(self, kind: str, columns: int, depth: int, rows: int, *, near: bool = False) -> Choice:
         """The choice for a product of ``rows``; with ``near`` that of the nearest shape of the kind.
@@ -225,6 +231,39 @@ def run(choice: Choice, a: Tensor, b: Tensor, out: Tensor, residual: Tensor | No
     else:
         assert choice.algorithm is not None
         cublaslt.product(a, b, out, bytes.fromhex(choice.algorithm), residual, proven=choice.others)
+
+
+def by_table(kind: str, a: Tensor, b: Tensor, out: Tensor, old: Tensor | None = None, *, near: bool = False) -> None:
+    """``out = a b^T`` (+ old) by the table of this machine; what a call of this form needs is prepared once.
+
+    Operands that the copy engine cannot read (an odd offset or stride) take a pointer tile, which has the same bits.
+
+    Raises:
+        NotQualified: no fresh proof, or none of this shape.
+    """
+    table = current()
+    places = a.data_ptr() | b.data_ptr() | out.data_ptr() | (0 if old is None else old.data_ptr())
+    strides = (a.stride(), b.stride(), out.stride(), None if old is None else old.stride())
+    form = (kind, a.shape, b.shape, strides, places & 15, near)
+    call = table.prepared.get(form)
+    if call is None:
+        if len(table.prepared) >= PREPARED:
+            table.prepared.clear()
+        call = table.prepared[form] = _prepare(table, kind, a, b, out, old, near)
+    call(a, b, out, old)
+
+
+def _prepare(table: Table, kind: str, a: Tensor, b: Tensor, out: Tensor, old: Tensor | None, near: bool) -> Call:
+    choice = table.choose(kind, b.shape[0], b.shape[1], a.shape[0], near=near)
+    if not a.shape[0]:
+        return lambda a, b, out, old: None
+    if not aligned(a, b, out, old):
+        tile = triton_gemm.default_tile(a.shape[0], b.shape[0], tma=False)
+        return lambda a, b, out, old: triton_gemm.product(a, b, out, tile, old)
+    if choice.tile is not None:
+        chosen = choice.tile
+        return lambda a, b, out, old: triton_gemm.product(a, b, out, chosen, old)
+    return cublaslt.prepare(a, b, out, bytes.fromhex(choice.algorithm or ""), old, proven=choice.others)
 
 
 def aligned(*operands: Tensor | None) -> bool:

@@ -11,19 +11,13 @@ from torch import Tensor
 
 from rl_engine.ops import cublaslt, gemm_table, triton_gemm
 from rl_engine.ops.layout import PackedLayout
-from rl_engine.ops.linear.triton import TritonLinear, fold_tile, tile_for
+from rl_engine.ops.linear.triton import TritonLinear, fold_tile
 
 
 class LtLinear(TritonLinear):
     def product(self, kind: str, a: Tensor, b: Tensor, residual: Tensor | None) -> Tensor:
         out = torch.empty((a.shape[0], b.shape[0]), dtype=torch.bfloat16, device=a.device)
-        choice = gemm_table.current().choose(kind, b.shape[0], b.shape[1], a.shape[0])
-        if not a.shape[0]:
-            return out
-        if gemm_table.aligned(a, b, residual):
-            gemm_table.run(choice, a, b, out, residual)
-        else:
-            triton_gemm.product(a, b, out, tile_for(a, b, residual), residual)
+        gemm_table.by_table(kind, a, b, out, residual)
         return out
 
     def add_weight_gradient(self, dy: Tensor, x: Tensor, layout: PackedLayout, grad: Tensor) -> None:

@@ -15,14 +15,7 @@ from rl_engine.ops.lm_head.triton import TritonHead
 
 class LtHead(TritonHead):
     def product(self, kind: str, a: Tensor, b: Tensor, out: Tensor) -> None:
-        choice = gemm_table.current().choose(kind, b.shape[0], b.shape[1], a.shape[0], near=True)
-        old = out if kind == "dh" else None
-        if not a.shape[0]:
-            return
-        if gemm_table.aligned(a, b, out):
-            gemm_table.run(choice, a, b, out, old)
-        else:
-            super().product(kind, a, b, out)
+        gemm_table.by_table(kind, a, b, out, out if kind == "dh" else None, near=True)
 
     def add_unit_gradients(
         self, dz: Tensor, hidden: Tensor, bounds: list[tuple[int, int]], columns: tuple[int, int], grad: Tensor

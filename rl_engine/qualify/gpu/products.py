@@ -25,6 +25,15 @@ POINTS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 
 UNIT_POINTS = (64, 256, 1024, 4096)
 FOLD_ROWS = 8192  # tokens that a fold's candidates are timed on
 ALGORITHMS = 8
+# Row counts whose first ranks are proven beside the points, odd ones among them.
+CENSUS = (
+    *range(8, 513, 8),
+    *range(37, 513, 64),
+    *range(544, 1025, 32),
+    *range(573, 1025, 128),
+    *range(1152, 8193, 256),
+)
+CENSUS_RANKS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +208,25 @@ class Products:
         wrong += int((~surround.isnan()).sum()) - int((~out.isnan()).sum())  # written outside
         self.cases.append(Case("product", choice.provider, f"{self.shape} {rows} rows, inside NaN", out.numel(), wrong))
         return all(case.holds for case in self.cases[before:])
+
+    def census(self, most: int) -> None:
+        """Proves what the library ranks first at row counts up to ``most``, each where it first appears."""
+        shape, found = self.shape, {}
+        if torch.version.cuda is None or shape.depth % 8 or shape.columns % 8:
+            return
+        b = self.operand(self.inputs.weights(shape.columns, shape.depth))
+        for rows in (rows for rows in CENSUS if rows <= most):
+            a = torch.empty((rows, shape.depth), dtype=torch.bfloat16, device="cuda")
+            out = torch.empty((rows, shape.columns), dtype=self.dtype, device="cuda")
+            old = out if shape.kind in ("dh", "residual") else None
+            plan = cublaslt.Plan(cublaslt.describe(a, b, out, old), out.device.index)
+            for algorithm, _ in plan.search(CENSUS_RANKS):
+                found.setdefault(algorithm.hex(), rows)
+            plan.close()
+        for rows in sorted(set(found.values())):
+            fresh = [name for name, first in found.items() if first == rows and name not in self.proven]
+            if fresh:
+                self._sound([Choice(None, name) for name in fresh], rows)
 
     def choose(self, points: tuple[int, ...]) -> tuple[list[tuple[int, Choice]], dict[int, tuple[float, float]]]:
         """([(rows, choice)] of every range, rows -> (chosen, native) microseconds).

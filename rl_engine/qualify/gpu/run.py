@@ -133,6 +133,8 @@ def prove(
         if shape.kind == "logits" and shape.columns == config.vocabulary:
             rows = tuple(n for n in rows if n <= 256)  # decoding; scoring goes by groups
         entries[str(shape)], prices[str(shape)] = prover.choose(rows)
+        if shape.kind != "fold":
+            prover.census(max(rows))
         cases += prover.cases
         proven[str(shape)] = sorted(prover.proven)
         say(f"{shape}: " + ", ".join(f"{n} {_name(c)} {c.microseconds:.0f}us" for n, c in entries[str(shape)]))
