@@ -177,16 +177,17 @@ class Command:
         try:
             out, err = self.child.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            self._kill()
+            self.end()
             raise
         end = time.monotonic() + 10.0
         while self.processes() and time.monotonic() < end:
             time.sleep(0.2)
-        strays = (*self._kill(), *(path.name for path in self.temporary.glob("rlk-*")))
+        strays = (*self.end(), *(path.name for path in self.temporary.glob("rlk-*")))
         shutil.rmtree(self.temporary)
         return Done(self.child.returncode, out, err, strays)
 
-    def _kill(self) -> tuple[str, ...]:
+    def end(self) -> tuple[str, ...]:
+        """Kills whatever of the command lives; what it was."""
         living = self.processes()
         for pid in living:
             os.kill(pid, signal.SIGKILL)

@@ -12,8 +12,10 @@ import json
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,9 +24,14 @@ from rl_engine.records.reader import RunReader
 from tests.e2e.harness import Cli, Command, copy_sources, profile, save_model
 
 TARGETS = ("trainer", "rollout", "orchestrator", "head")
-MOMENTS = ("step", "checkpoint", "start")
 STEPS = 60  # of every run; a session's kills come within the first half of them
-TITLES = {"trainer": "ray::TrainWorker", "rollout": "ray::RolloutWorker"}
+DRIVER = "driver"
+TITLES = {
+    "trainer": ("ray::TrainWorker",),
+    "rollout": ("ray::RolloutWorker",),
+    "orchestrator": (DRIVER,),
+    "head": ("raylet/raylet", "gcs/gcs_server"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +70,11 @@ class Session:
         """Starts or goes on, kills ``target``, and checks what is left."""
         started = time.monotonic()
         command, before = self._start(), self.finished()
-        pid, name = self._await(command, target, moment, before)
+        try:
+            pid, name = self._await(command, target, moment, before)
+        except BaseException:
+            command.end()
+            raise
         partial = list(self.run_dir.glob("checkpoints/.step-*.partial"))
         os.kill(pid, signal.SIGKILL)
         done = command.finish(120.0)
@@ -104,14 +115,14 @@ class Session:
 
     def _await(self, command: Command, target: str, moment: str, before: int) -> tuple[int, str]:
         """(process to kill, its name) at the chosen moment."""
+        title, steps = self.rng.choice(TITLES[target]), self.rng.randint(1, 5)
         if moment == "start":
-            command.wait_for(lambda: self._find(command, target) is not None, 120.0, poll=0.01)
+            command.wait_for(lambda: self._find(command, title) is not None, 300.0, poll=0.02)
             time.sleep(self.rng.random() * 2.0)
         else:
-            steps = self.rng.randint(1, 5)
-            command.wait_for(lambda: self.finished() >= before + steps, 120.0, poll=0.005)
-        found = self._find(command, target)
-        assert found is not None, f"no {target} to kill"
+            command.wait_for(lambda: self.finished() >= before + steps, 300.0, poll=0.005)
+        found = self._find(command, title)
+        assert found is not None, f"no {title} to kill"
         if moment == "checkpoint":
             end = time.monotonic() + 10.0
             while not any(self.run_dir.glob("checkpoints/.step-*.partial")) and time.monotonic() < end:
@@ -120,21 +131,17 @@ class Session:
             time.sleep(self.rng.random() * 0.1)
         return found
 
-    def _find(self, command: Command, target: str) -> tuple[int, str] | None:
-        if target == "orchestrator":
+    def _find(self, command: Command, title: str) -> tuple[int, str] | None:
+        if title == DRIVER:
             return self._driver(command)
-        if target == "head":
-            name = self.rng.choice(["raylet/raylet", "gcs/gcs_server"])
-            return next(
-                ((pid, name) for pid, text in command.processes(name).items() if text.split()[0].endswith(name)), None
-            )
-        return next(((pid, target) for pid in command.processes(TITLES[target])), None)
+        found = [pid for pid, text in command.processes(title).items() if title in text.split()[0]]
+        return (found[0], title) if found else None
 
     def _driver(self, command: Command) -> tuple[int, str] | None:
         if not (self.run_dir / "plan.json").exists():
             return None
         begun = [event.fields["pid"] for event in RunReader(self.run_dir).events() if event.kind == "attempt"]
-        return (int(begun[-1]), "driver") if begun and int(begun[-1]) in command.processes() else None
+        return (int(begun[-1]), DRIVER) if begun and int(begun[-1]) in command.processes() else None
 
 
 def plan_kills(count: int, rng: random.Random) -> list[tuple[str, str]]:
@@ -159,7 +166,7 @@ def run_session(cli: Cli, seed: int, count: int, reference: Path, tell: Callable
     session.finish()
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sessions", type=int, default=12)
     parser.add_argument("--kills", type=int, default=5, help="of every session")
@@ -176,9 +183,14 @@ def main() -> None:
             print(json.dumps(dataclasses.asdict(kill)), flush=True)
 
         for session in range(options.sessions):
-            run_session(cli, options.seed + session, options.kills, reference, tell)
+            try:
+                run_session(cli, options.seed + session, options.kills, reference, tell)
+            except AssertionError:
+                seen["faults"] += 1
+                print(traceback.format_exc(), file=sys.stderr, flush=True)
             print(json.dumps({"sessions": session + 1, **seen}), flush=True)
+    return 1 if seen["faults"] else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
