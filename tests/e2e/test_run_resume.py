@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import ipaddress
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -41,6 +46,17 @@ def states(run_dir: Path) -> list[str]:
     return [state.name for state in RunReader(run_dir).states()]
 
 
+def listening(command: Command) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """Addresses on which anything of the command accepts connections."""
+    found: set[ipaddress.IPv4Address | ipaddress.IPv6Address] = set()
+    for pid in command.processes():
+        with contextlib.suppress(psutil.Error):
+            connections = psutil.Process(pid).net_connections(kind="inet")
+            texts = {item.laddr.ip.removeprefix("::ffff:") for item in connections if item.status == psutil.CONN_LISTEN}
+            found |= set(map(ipaddress.ip_address, texts))
+    return found
+
+
 def check_equal(run_dir: Path, reference: Path) -> None:
     result = compare_runs(reference, run_dir)
     assert result.results == (), result.results
@@ -54,6 +70,7 @@ def test_detach_stop_resume_attach(quick_cli: Cli, reference: Path) -> None:
     assert (begun.child.returncode, out) == (0, f"run_dir: {run_dir}\n"), err
     assert states(run_dir)[:2] == ["planned", "running"]
     assert begun.processes(), "the run is over before anybody could stop it"
+    assert {address.is_loopback for address in listening(begun)} == {True}
     root = ("--output-root", str(run_dir.parent))
     stopped = quick_cli("stop", "d", *root)
     assert (stopped.code, stopped.out) == (0, f"run_dir: {run_dir}\n"), stopped.err
@@ -72,6 +89,39 @@ def test_detach_stop_resume_attach(quick_cli: Cli, reference: Path) -> None:
         assert not path.is_file() or secret.encode() not in path.read_bytes(), path
     for command in (begun, again):
         assert command.finish().strays == ()
+
+
+STRANGER = """
+import sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
+print("joined", len(ray.nodes()))
+"""
+
+
+def joins(port: int, token: str) -> bool:
+    """Whether a process with this token becomes a client of the head; without the right one Ray keeps trying."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    clean |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    command = [sys.executable, "-c", STRANGER, f"127.0.0.1:{port}"]
+    try:
+        return (
+            "joined"
+            in subprocess.run(command, env=clean, capture_output=True, text=True, timeout=60, check=False).stdout
+        )
+    except subprocess.TimeoutExpired:
+        return False
+
+
+@pytest.mark.slow
+def test_a_stranger_without_the_token_cannot_join(quick_cli: Cli) -> None:
+    command = started(quick_cli, "token", "--rollouts", "3000")
+    (pid,) = command.processes("gcs/gcs_server")
+    head = psutil.Process(pid)
+    (port,) = {c.laddr.port for c in head.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    assert joins(port, head.environ()["RAY_AUTH_TOKEN"])  # the control
+    assert not joins(port, "0" * 64)
+    command.press_control_c()
+    assert command.finish().code == 130
 
 
 @pytest.mark.slow
