@@ -142,3 +142,17 @@ def test_locate_sees_a_changed_record(done: Done, pair_cli: Cli, tmp_path: Path)
     found = pair_cli("locate", str(folder))
     assert found.code == 1, found.err
     assert "did not give the recorded bits" in found.out and "agree in every bit" in found.out
+
+
+def test_report_shows_the_pair(done: Done, pair_cli: Cli) -> None:
+    assert pair_cli("report", "--json").code == 2  # nothing is sealed, and the commands are printed
+    found = pair_cli("report", "--include-unsealed", "--json", "--output", "report")
+    assert found.code == 0, found.err
+    body = json.loads(found.out)
+    pair = read_pair(pair_cli.run_dir("p-pair.json"))
+    shown = {run["run_id"]: (run["mismatches"], run["tokens"]) for run in body["runs"]}
+    for side in (pair.native, pair.consistency):
+        assert shown[side.run_id] == (side.mismatches, side.tokens_compared)
+    page = Path(body["report"]).read_text()
+    assert f"Exact: 0 of {pair.consistency.tokens_compared:,} logprobs differ" in page
+    assert "stock" in page and "cpu" in page and page.count('<svg class="chart"') >= 14

@@ -101,6 +101,7 @@ def test_page_is_self_contained_and_small(report: Path) -> None:
 
 
 def test_figures_are_pictures(report: Path) -> None:
+    pytest.importorskip("matplotlib")
     pictures = sorted((report / "figures").iterdir())
     names = {path.name for path in pictures}
     assert {"p.mismatches.png", "p.reward.png", "p.seconds.png", "p.dlogp-histogram.png", "m.matrix.png"} <= names
