@@ -105,3 +105,16 @@ def test_only_sealed_valid_runs_become_evidence(tmp_path: Path) -> None:
     (run,) = collect(tmp_path, include_unsealed=True).runs
     with pytest.raises(UserError, match="not a valid sealed run"):
         certified.from_run(run)
+
+
+def test_quoted_symptoms_are_said_by_the_code() -> None:
+    """Every quoted text in the first column of the troubleshooting tables stands in the source, piece by piece."""
+    files = [*(ROOT / "rl_engine").rglob("*.py"), ROOT / "rlk"]
+    source = " ".join(" ".join(path.read_text().split()) for path in files).replace('" f"', "").replace('" "', "")
+    page = (ROOT / "docs/guides/troubleshooting.md").read_text()
+    firsts = re.findall(r"^\| ([^|]*) \|", page, re.MULTILINE)
+    quotes = [text for cell in firsts for text in re.findall(r"`([^`]+)`", cell)]
+    assert len(quotes) > 25
+    quotes.remove("No space left on device")  # the system's own words
+    missing = [text for text in quotes for part in re.split(r"…|\.\.\.", text) if part.strip() not in source]
+    assert missing == []
