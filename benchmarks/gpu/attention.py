@@ -42,14 +42,15 @@ def prove(device: Device) -> Iterator[Proof]:
     length = 2100
     part = slice(layout.tokens - length, layout.tokens)
     keys, values, table = _pages(1, length)
-    store(k[part], v[part], torch.arange(length, device="cuda"), keys, values)
-    last, last_lse = torch.empty_like(out[-1:]), by_head(1, HEADS, out.device)
+    place = torch.arange(length, device="cuda")
+    store(k[part], v[part], table[0, place // PAGE].long() * PAGE + place % PAGE, keys, values)
+    last, last_lse, splits = torch.empty_like(out[-1:]), by_head(1, HEADS, out.device), -(-length // 1024)
     items = torch.tensor([[0, length - 1, 1, 0]], dtype=torch.int32, device="cuda")
-    decode(q[-1:], keys, values, items, table, 1, 3, last, last_lse, TILES[WIDTH].decode)
+    decode(q[-1:], keys, values, items, table, 1, splits, last, last_lse, TILES[WIDTH].decode)
     yield Proof("decode against the training form", last.numel(), differing(last, out[-1:]))
     yield Proof("decode's LSE against the training form", last_lse.numel(), differing(last_lse, lse[-1:]))
     q[-1] = q[-1].flip(1)
-    decode(q[-1:], keys, values, items, table, 1, 3, last, last_lse, TILES[WIDTH].decode)
+    decode(q[-1:], keys, values, items, table, 1, splits, last, last_lse, TILES[WIDTH].decode)
     yield Proof("decode of another query", last.numel(), differing(last, out[-1:]), control=True)
 
 
@@ -77,7 +78,7 @@ def _packed(device: Device, samples: int, length: int) -> Iterator[Row]:
     tokens, layout = samples * length, PackedLayout((length,) * samples, (samples,))
     q, k, v, dout = (device.normal(tokens, n, WIDTH) for n in (HEADS, KV_HEADS, KV_HEADS, HEADS))
     ours = TritonAttention()
-    forward = {"ours": [lambda: ours.forward_packed(q, k, v, layout)]}
+    forward = {"ours": [lambda: ours.forward_packed(q, k, v, layout)]}  # many in a row, so that no launch is waited for
     backward: dict[str, list[Callable[[], object]]] = {}
     for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
         for grouped in (True, False):
@@ -86,7 +87,7 @@ def _packed(device: Device, samples: int, length: int) -> Iterator[Row]:
             forward[what] = [run]
             if name == "cudnn":
                 backward[what] = [gradient]
-    times = device.times(forward, 0.06, graph=False)
+    times = device.times({name: runs * 8 for name, runs in forward.items()}, 0.1, graph=False)
     best = min(value for name, value in times.items() if name != "ours")
     flops = 2 * samples * HEADS * WIDTH * length * length
     size = f"{samples} x {length}"
@@ -95,7 +96,7 @@ def _packed(device: Device, samples: int, length: int) -> Iterator[Row]:
     yield Row(f"attention forward, causal, {size}", best / times["ours"], 0.75, 0.95, baseline, detail=detail)
     out, lse = ours.forward_packed(q, k, v, layout)
     backward["ours"] = [lambda: ours.backward_packed(dout, q, k, v, out, lse, layout)]
-    times = device.times(backward, 0.1, graph=False)
+    times = device.times({name: runs * 4 for name, runs in backward.items()}, 0.15, graph=False)
     best = min(value for name, value in times.items() if name != "ours")
     detail = {**times, "TFLOP/s": 2.5 * flops / times["ours"] / 1e6, "best TFLOP/s": 2.5 * flops / best / 1e6}
     yield Row(
@@ -149,6 +150,6 @@ def _decode(device: Device, samples: int, length: int, rate: float) -> Row:
     detail["share of that copy"] = copied / ours
     return Row(
         f"paged decode, {samples} x {length}",
-        *(moved / rate / ours, 0.85, 0.95, "bytes of K and V at the rate of a 4 GiB copy"),
+        *(moved / rate / ours, 0.85, 0.95, "bytes of K and V at the rate of the fastest copy"),
         detail=detail,
     )

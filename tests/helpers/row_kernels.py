@@ -123,13 +123,13 @@ def norms() -> list[Kernel]:
     sums = Kernel(
         *(module, "unit_sums_kernel"),
         {"terms": "*fp32", "bounds": "*i32", "sums": "*fp32", **kinds("token_stride width heads", "i32")},
-        {"TOKENS": 8, "C": 64, "AHEAD": 2},
+        {"TOKENS": 64, "C": 64, "STAGES": 4},
         unaligned=("heads",),
     )
     add = Kernel(
         *(module, "add_gain_kernel"),
         {"sums": "*fp32", "grad": "*fp32", **kinds("units heads width", "i32")},
-        {"C": 64, "AHEAD": 16},
+        {"C": 64, "STAGES": 10},
         warps=2,
         unaligned=("units", "heads"),
     )
@@ -156,7 +156,7 @@ def rotations() -> list[Kernel]:
         *(module, "qk_norm_rope_bwd_kernel"),
         {**kinds("dq dk q k wq wk xq xk", "*bf16"), **kinds("part_q part_k", "*fp32"), **table, "pieces": "*i32"}
         | {"eps": "fp32", **kinds("dq_token dk_token q_token k_token heads kv_heads", "i32")},
-        {"R": 64, "HALF": 64, "GAIN": True, "EACH": 8},
+        {"R": 64, "HALF": 64, "GAIN": True, "EACH": 1},
         warps=8,
         unaligned=("heads", "kv_heads"),
     )

@@ -8,6 +8,7 @@ bits are the anchor's.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -246,6 +247,12 @@ def fits(*tensors: Tensor) -> bool:
     )
 
 
+@functools.cache
+def shared_rows(width: int) -> Any:
+    """Layout of 64 rows of ``width`` bf16 values in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for([64, width], gl.bfloat16)
+
+
 def _descriptor(x: Tensor, layout: Any) -> Any:
     tokens, heads, width = x.shape
     return TensorDescriptor(x, [tokens, heads * width], [x.stride(0), 1], [64, width], layout)
@@ -258,7 +265,7 @@ def forward(
     heads, width = q.shape[1], q.shape[2]
     if not items.shape[0]:
         return
-    layout = gl.NVMMASharedLayout.get_default_for([64, width], gl.bfloat16)
+    layout = shared_rows(width)
     attention_hopper_kernel[(heads * items.shape[0],)](
         *(*(_descriptor(x, layout) for x in (q, k, v)), out, out if lse is None else lse, items, c),
         *(out.stride(0), out.stride(1), 0 if lse is None else lse.stride(1), heads),

@@ -82,6 +82,7 @@ ANCHOR = dict.fromkeys(TILES, Tiles(_ONE, _ONE, _ONE, _ONE, _TWO, _TWO))
 LONG = 8192  # tokens from which two blocks in flight were the fastest on Hopper
 
 
+@functools.cache
 def scales(width: int) -> tuple[float, float]:
     """(fp32(D^-1/2 log2 e), fp32(D^-1/2)), each from fp64."""
     values = torch.tensor([width**-0.5 * LOG2_E, width**-0.5], dtype=torch.float64).float().tolist()

@@ -163,42 +163,29 @@ def rms_norm_bwd_gain_kernel(
 
 @triton.jit
 def unit_sums_kernel(terms, bounds, sums, token_stride, width, heads,
-                     TOKENS: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
+                     TOKENS: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """sums fp32 [units, heads, width]: blocks of TOKENS rows of terms fp32 [rows, heads, width] by the pair tree, added
-    ascending from +0. bounds int32 [units + 1]: first row of each unit. Grid: columns, heads, units.
-
-    AHEAD blocks are loaded before the first of them is added; a block behind the unit's end adds +0.
-    """
+    ascending from +0. bounds int32 [units + 1]: first row of each unit. Grid: columns, heads, units."""
     cols, head, unit = tl.program_id(0) * C + tl.arange(0, C), tl.program_id(1), tl.program_id(2)
     first, last = tl.load(bounds + unit), tl.load(bounds + unit + 1)
     n, total = tl.arange(0, TOKENS), tl.zeros((C,), tl.float32)
-    for start in range(first, last, TOKENS * AHEAD):
-        blocks = ()
-        for i in tl.static_range(AHEAD):
-            row = start + i * TOKENS + n
-            at = terms + row.to(tl.int64)[:, None] * token_stride + head * width + cols[None, :]
-            blocks = blocks + (tl.load(at, mask=(row < last)[:, None] & (cols < width)[None, :], other=0.0),)  # noqa: RUF005
-        for i in tl.static_range(AHEAD):
-            total = total + tree_columns(blocks[i])
+    for start in tl.range(first, last, TOKENS, num_stages=STAGES):
+        rows, inside = (start + n).to(tl.int64)[:, None], (start + n < last)[:, None] & (cols < width)[None, :]
+        block = tl.load(terms + rows * token_stride + head * width + cols[None, :], mask=inside, other=0.0)
+        total = total + tree_columns(block)
     tl.store(sums + (unit * heads + head).to(tl.int64) * width + cols, total, mask=cols < width)
 
 
 @triton.jit
-def add_gain_kernel(sums, grad, units, heads, width, C: tl.constexpr, AHEAD: tl.constexpr):
+def add_gain_kernel(sums, grad, units, heads, width, C: tl.constexpr, STAGES: tl.constexpr):
     """grad fp32 [width] += sums fp32 [units, heads, width]: heads folded ascending from +0, units ascending."""
     cols = tl.program_id(0) * C + tl.arange(0, C)
-    total, rows = tl.load(grad + cols, mask=cols < width, other=0.0), units * heads
-    unit_sum = tl.zeros((C,), tl.float32)
-    for start in range(0, rows, AHEAD):
-        found = ()
-        for i in tl.static_range(AHEAD):
-            at = sums + (start + i) * width + cols
-            found = found + (tl.load(at, mask=(cols < width) & (start + i < rows), other=0.0),)  # noqa: RUF005
-        for i in tl.static_range(AHEAD):
-            unit_sum = unit_sum + found[i]
-            if (start + i) % heads == heads - 1 and start + i < rows:
-                total = total + unit_sum
-                unit_sum = tl.zeros((C,), tl.float32)
+    total, unit_sum = tl.load(grad + cols, mask=cols < width, other=0.0), tl.zeros((C,), tl.float32)
+    for i in tl.range(0, units * heads, num_stages=STAGES):
+        unit_sum = unit_sum + tl.load(sums + i * width + cols, mask=cols < width, other=0.0)
+        if i % heads == heads - 1:
+            total = total + unit_sum
+            unit_sum = tl.zeros((C,), tl.float32)
     tl.store(grad + cols, total, mask=cols < width)
 
 
@@ -305,21 +292,24 @@ class TritonNorm(NormProvider):
     def fold_partials(terms: Tensor, bounds: Tensor, tokens: int) -> Tensor:
         _, heads, width = terms.shape
         units, columns = bounds.numel() - 1, min(64, triton.next_power_of_2(width))
+        stages = 4 if tokens > PIECE else 10
         sums = torch.empty(units, heads, width, dtype=torch.float32, device=terms.device)
         launch(
             unit_sums_kernel,
             (-(-width // columns), heads, units),
             *(terms, bounds, sums, heads * width, width, heads),
             warps=4 if tokens > 1 else 2,
+            stages=stages,
             TOKENS=tokens,
             C=columns,
-            AHEAD=max(2, 16 // tokens),
+            STAGES=stages,
         )
         return sums
 
     def add_gain(self, sums: Tensor, grad: Tensor) -> None:
         units, heads, width = sums.shape
-        launch(add_gain_kernel, (-(-width // 64),), sums, grad, units, heads, width, warps=2, C=64, AHEAD=16)
+        grid = (-(-width // 64),)
+        launch(add_gain_kernel, grid, sums, grad, units, heads, width, warps=2, stages=10, C=64, STAGES=10)
 
     def gradients(self, dy: Tensor, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None) -> Tensor:
         if weight.grad is None or x.dim() == 3:
@@ -365,7 +355,7 @@ def forward_cut(width: int) -> tuple[int, int]:
 
 def backward_cut(width: int) -> tuple[int, int]:
     if width > FOLD_AXIS:
-        return 1, 4
+        return 1, 2
     return max(1, 4096 // triton.next_power_of_2(width)), 4
 
 
