@@ -11,14 +11,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu import Proof, Row
 from benchmarks.gpu.device import Device
+from benchmarks.gpu.gemm import QWEN3_8B
 from benchmarks.gpu.limits import copy_rate, copy_time
+from rl_engine.models.config import parse_config
 from rl_engine.ops.attention.triton import ANCHOR, TILES, TritonAttention, by_head, decode, store
 from rl_engine.ops.layout import PackedLayout
-from rl_engine.qualify.gpu.data import differing
+from rl_engine.qualify.gpu import attention as proof
+from rl_engine.qualify.gpu.data import Inputs, differing
 
 SOURCES = (
     *("rl_engine/ops/attention", "rl_engine/ops/triton_functions.py", "rl_engine/ops/layout.py"),
-    *("benchmarks/gpu/attention.py", "benchmarks/gpu/limits.py"),
+    *("rl_engine/qualify/gpu/attention.py", "benchmarks/gpu/attention.py", "benchmarks/gpu/limits.py"),
 )
 HEADS, KV_HEADS, WIDTH, PAGE = 32, 8, 128, 64  # Qwen3-8B
 PACKED = ((4, 4096), (1, 16384))  # samples, tokens of each
@@ -26,32 +29,22 @@ CACHED = ((8, 1024), (8, 8192), (8, 32768), (16, 2048), (32, 4096), (64, 1024), 
 
 
 def prove(device: Device) -> Iterator[Proof]:
-    """The default kernels against the anchor: forward, its LSE, gradients, and decode of the last tokens."""
-    layout = PackedLayout((1, 700, 1100, 2100), (2, 2))
-    q, k, v, dout = (device.normal(layout.tokens, n, WIDTH) for n in (HEADS, KV_HEADS, KV_HEADS, HEADS))
-    anchor, tested = TritonAttention(ANCHOR), TritonAttention()
-    out, lse = anchor.forward_packed(q, k, v, layout)
-    found, found_lse = tested.forward_packed(q, k, v, layout)
-    yield Proof("forward, default against anchor", out.numel(), differing(found, out))
-    yield Proof("LSE, default against anchor", lse.numel(), differing(found_lse, lse))
-    expected = anchor.backward_packed(dout, q, k, v, out, lse, layout)
-    gradients = tested.backward_packed(dout, q, k, v, out, lse, layout)
-    for name, a, b in zip(("dQ", "dK", "dV"), gradients, expected, strict=True):
-        yield Proof(f"{name}, default against anchor", b.numel(), differing(a, b))
+    """The cases of ``qualify``, and decode at the measured group and pages against the training form."""
+    for case in proof.prove(parse_config(QWEN3_8B), Inputs(11)):
+        yield Proof(f"{case.operator} {case.what}", case.elements, case.differing, case.control)
     device.check()
     length = 2100
-    part = slice(layout.tokens - length, layout.tokens)
+    layout = PackedLayout((length,), (1,))
+    q, k, v = (device.normal(length, n, WIDTH) for n in (HEADS, KV_HEADS, KV_HEADS))
+    out, lse = TritonAttention(ANCHOR).forward_packed(q, k, v, layout)
     keys, values, table = _pages(1, length)
     place = torch.arange(length, device="cuda")
-    store(k[part], v[part], table[0, place // PAGE].long() * PAGE + place % PAGE, keys, values)
+    store(k, v, table[0, place // PAGE].long() * PAGE + place % PAGE, keys, values)
     last, last_lse, splits = torch.empty_like(out[-1:]), by_head(1, HEADS, out.device), -(-length // 1024)
     items = torch.tensor([[0, length - 1, 1, 0]], dtype=torch.int32, device="cuda")
     decode(q[-1:], keys, values, items, table, 1, splits, last, last_lse, TILES[WIDTH].decode)
     yield Proof("decode against the training form", last.numel(), differing(last, out[-1:]))
     yield Proof("decode's LSE against the training form", last_lse.numel(), differing(last_lse, lse[-1:]))
-    q[-1] = q[-1].flip(1)
-    decode(q[-1:], keys, values, items, table, 1, splits, last, last_lse, TILES[WIDTH].decode)
-    yield Proof("decode of another query", last.numel(), differing(last, out[-1:]), control=True)
 
 
 def _pages(samples: int, length: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,21 +9,22 @@ from torch import Tensor
 
 from benchmarks.gpu import Proof, Row
 from benchmarks.gpu.device import Device
+from benchmarks.gpu.gemm import QWEN3_8B
 from benchmarks.gpu.limits import copy_rate, copy_time
+from rl_engine.models.config import parse_config
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.operators import provider
-from rl_engine.ops.rms_norm.reference import ReferenceNorm
 from rl_engine.ops.rms_norm.triton import TritonNorm
 from rl_engine.ops.rope import RopeTable
-from rl_engine.ops.rope.reference import ReferenceRope
 from rl_engine.ops.rope.triton import qk_norm_rope, qk_norm_rope_backward
 from rl_engine.ops.swiglu.triton import TritonSwiglu
 from rl_engine.ops.weight import Part, Weight
-from rl_engine.qualify.gpu.data import differing
+from rl_engine.qualify.gpu import rows as proof
+from rl_engine.qualify.gpu.data import Inputs, differing
 
 SOURCES = (
     *("rl_engine/ops/rms_norm", "rl_engine/ops/rope", "rl_engine/ops/swiglu", "rl_engine/ops/triton_functions.py"),
-    *("rl_engine/ops/layout.py", "benchmarks/gpu/rows.py", "benchmarks/gpu/limits.py"),
+    *("rl_engine/ops/layout.py", "rl_engine/qualify/gpu/rows.py", "benchmarks/gpu/rows.py", "benchmarks/gpu/limits.py"),
 )
 TOKENS, HIDDEN, INNER, HEADS, KV_HEADS, WIDTH = 16384, 4096, 12288, 32, 8, 128  # Qwen3-8B
 EPS, SETS = 1e-6, 3
@@ -40,36 +41,15 @@ def _table(positions: int) -> RopeTable:
 
 
 def prove(device: Device) -> Iterator[Proof]:
-    """Bits of the plain-torch reference on a CPU, at the model's widths; the control sums a row as torch does."""
-    layout = PackedLayout((1, 130, 300), (2, 1))
-    x, dy, gain = device.normal(431, HIDDEN), device.normal(431, HIDDEN), _gain(HIDDEN, device)
-    here = Weight("gain", gain.value.cpu(), gain.parts)
-    gain.grad, here.grad = torch.zeros(HIDDEN, device="cuda"), torch.zeros(HIDDEN)
-    tested, reference = TritonNorm(), ReferenceNorm()
-    expected = reference.forward(x.cpu(), here, EPS)
-    yield Proof("norm forward", x.numel(), differing(tested.forward(x, gain, EPS).cpu(), expected))
-    dx = tested.gradients(dy, x, gain, EPS, layout)
-    yield Proof(
-        "norm backward", x.numel(), differing(dx.cpu(), reference.gradients(dy.cpu(), x.cpu(), here, EPS, layout))
-    )
-    yield Proof("norm gain", HIDDEN, differing(gain.grad.cpu(), here.grad))
-    terms = reference.backward(dy.cpu(), x.cpu(), here, EPS, True)[1]
-    assert terms is not None
-    plain = torch.stack([terms[a:b].sum(0) for a, b in layout.unit_bounds]).sum(0)
-    yield Proof("norm gain by torch's sum", HIDDEN, differing(plain, here.grad), control=True)
+    """The cases of ``qualify``, and the fused rotation against the separate operators."""
+    for case in proof.prove(parse_config(QWEN3_8B), Inputs(12)):
+        yield Proof(f"{case.operator} {case.what}", case.elements, case.differing, case.control)
     device.check()
     q, k = device.normal(431, HEADS, WIDTH), device.normal(431, KV_HEADS, WIDTH)
-    table, weights = _table(300), (_gain(WIDTH, device), _gain(WIDTH, device))
-    positions = layout.positions.cuda()
-    cpu_table = RopeTable(table.cosine.cpu(), table.sine.cpu())
-    for name, found, given, w in zip(
-        "qk", qk_norm_rope(q, k, *weights, EPS, positions, table), (q, k), weights, strict=True
-    ):
-        normed = reference.forward(given.cpu(), Weight("gain", w.value.cpu(), w.parts), EPS)
-        expected = ReferenceRope().rotate(normed, layout.positions, cpu_table, 1.0)
-        yield Proof(f"QK norm and RoPE, {name}", expected.numel(), differing(found.cpu(), expected))
-    rope = provider("rope", "triton")
-    separate = rope.rotate(provider("qk_norm", "triton").forward(q, weights[0], EPS), positions, table, 1.0)
+    table, weights = _table(431), (_gain(WIDTH, device), _gain(WIDTH, device))
+    positions = torch.arange(431, device="cuda")
+    normed = provider("qk_norm", "triton").forward(q, weights[0], EPS)
+    separate = provider("rope", "triton").rotate(normed, positions, table, 1.0)
     fused = qk_norm_rope(q, k, *weights, EPS, positions, table)[0]
     yield Proof("QK norm and RoPE, fused against separate", q.numel(), differing(fused, separate))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_engine.ops.layout import PackedLayout
-from tests.helpers.gpu import attention_fp64, differing, needs_gpu, on_gpu, replaced
+from tests.helpers.gpu import attention_fp64, differing, needs_gpu, on_gpu
 from tests.helpers.numeric import assert_bitwise, assert_close
 from tests.helpers.ops import bf16_randn, in_nan, order_revealing
 
@@ -254,59 +254,23 @@ def test_a_graph_replays_the_same_bits_at_other_positions() -> None:
         same(out, eager, f"positions {positions}")
 
 
-def split_sums(kernel: Any, warps: int) -> Tensor:
-    """l fp32 of every split of 16 samples, as the decode kernel leaves it for the merge."""
-    from rl_engine.ops.attention.triton import scales
-    from rl_engine.ops.triton_functions import launch
+def test_other_row_sums_and_contraction_are_caught() -> None:
+    """The controls: the library's own sum over columns that lie in several warps, and fused multiply-adds."""
+    from rl_engine.ops.attention import triton_decode, triton_forward
+    from rl_engine.ops.attention.triton import Tile, by_head, forward_tiles, query_tiles
+    from rl_engine.qualify.gpu.attention import fused, library_sum, replaced, split_sums
 
     q, k, v = qkv(3072, (8, 2, 128), 2.0)
-    keys, values = (x.unflatten(0, (48, 64)).transpose(1, 2).contiguous() for x in (k, v))
-    items = torch.tensor([[i, 2100 + 60 * i, 1, 0] for i in range(16)], dtype=torch.int32, device="cuda")
-    table = torch.arange(48, dtype=torch.int32, device="cuda")[None]
-    o, l, mu = torch.zeros(16, 8, 3, 128).cuda(), torch.zeros(16, 8, 3).cuda(), torch.zeros(16, 8, 3).cuda()
-    strides = (q.stride(0), q.stride(1), *(x.stride(i) for x in (keys, values) for i in (2, 1, 0)))
-    launch(
-        kernel,
-        (2, 3, 16),
-        *(q, keys, values, q, q, o, l, mu, items, table, scales(128)[0], *strides, 0, 0, 0, 48, 8, 3),
-        warps=warps,
-        stages=1,
-        **{"GROUP": 4, "D": 128, "DV": 128, "M": 16, "PAGE": 64, "DIRECT": False, "WITH_LSE": False, "STAGES": 1},
-    )
-    return l
-
-
-def test_other_row_sums_and_contraction_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The controls: the library's own sum over columns that lie in several warps, and fused multiply-adds."""
-    import triton
-    import triton.language as tl
-
-    from rl_engine.ops.attention import triton as launches
-    from rl_engine.ops.attention import triton_decode, triton_forward
-
-    @triton.jit
-    def add(a, b):
-        return a + b
-
-    @triton.jit
-    def library_sum(p):
-        return tl.reduce(p, 1, add)
-
     step = replaced(triton_forward.block_step, sum_block=library_sum)
     wrong = replaced(triton_decode.attention_decode_kernel, block_step=step)
-    right = split_sums(triton_decode.attention_decode_kernel, 1)
-    same(split_sums(triton_decode.attention_decode_kernel, 4), right, "the written sum over four warps")
-    assert differing(split_sums(wrong, 4), right) > 10, "the library's sum over four warps"
-
-    def fused(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, stages: int = 1, **meta: Any) -> None:
-        kernel[grid](*args, num_warps=warps, num_stages=stages, enable_fp_fusion=True, **meta)
-
-    layout = PackedLayout((600,), (1,))
+    right = split_sums(triton_decode.attention_decode_kernel, q, k, v, 1)
+    same(split_sums(triton_decode.attention_decode_kernel, q, k, v, 4), right, "the written sum over four warps")
+    assert differing(split_sums(wrong, q, k, v, 4), right) > 10, "the library's sum over four warps"
+    layout, tile = PackedLayout((600,), (1,)), Tile(128, 64, 8, 2)
     q, k, v = qkv(600, (8, 2, 128), 2.0)
     expected = anchor().forward_packed(q, k, v, layout)[1]
-    with monkeypatch.context() as patch:
-        patch.setattr(launches, "launch", fused)
-        found = provider(*CHOICES[1]).forward_packed(q, k, v, layout)[1]
+    items, found = query_tiles(layout, ((0, 0, 600),), 128, False, q.device), by_head(600, 8, q.device)
+    forward_tiles(q, k, v, items, items, 0, torch.empty_like(q), found, tile, fused)
     assert differing(found, expected) > 100, "contraction"
 
 

@@ -14,7 +14,7 @@ from rl_engine.ops.operators import provider
 from rl_engine.ops.rms_norm import as_heads
 from rl_engine.ops.rope import RopeTable
 from rl_engine.ops.weight import Weight
-from tests.helpers.gpu import differing, needs_gpu, replaced
+from tests.helpers.gpu import differing, needs_gpu
 from tests.helpers.numeric import assert_bitwise, assert_close
 from tests.helpers.ops import bf16_randn, draw_keys, f32_randn, in_nan, make_weight, order_revealing, rope_table
 
@@ -92,18 +92,8 @@ def test_sums_of_units_show_their_order() -> None:
 
 def test_row_sums_show_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the library's sum over several warps in the norm's place for the tree."""
-    import triton
-    import triton.language as tl
-
     from rl_engine.ops.rms_norm import triton as norms
-
-    @triton.jit
-    def add(a, b):
-        return a + b
-
-    @triton.jit
-    def library_sum(x):
-        return tl.reduce(x, 1, add)
+    from rl_engine.qualify.gpu.attention import library_sum, replaced
 
     tested, reference = both("rms_norm")
     x, dy, cpu, gpu = bf16_randn(64, 4096, seed=1), bf16_randn(64, 4096, seed=2), gain(4096), gain(4096, "cuda")

@@ -1,10 +1,8 @@
-"""What the GPU tests share: the skip, a control's kernel with one function replaced, fp64 attention."""
+"""What the GPU tests share: the skip, fp64 attention."""
 
 from __future__ import annotations
 
 import importlib.util
-import types
-from typing import Any
 
 import pytest
 import torch
@@ -23,17 +21,6 @@ def on_gpu(*tensors: Tensor) -> tuple[Tensor, ...]:
 def differing(a: Tensor, b: Tensor) -> int:
     """Number of elements whose bits differ, on whatever device."""
     return compare_bits(a.detach().cpu().contiguous(), b.detach().cpu().contiguous()).count
-
-
-def replaced(kernel: Any, **functions: Any) -> Any:
-    """A copy of a Triton function in which names of its module stand for other functions: what a control runs."""
-    import triton
-
-    old = kernel.fn
-    new = types.FunctionType(old.__code__, {**old.__globals__, **functions}, old.__name__, old.__defaults__)
-    new.__kwdefaults__, new.__annotations__, new.__module__ = old.__kwdefaults__, old.__annotations__, old.__module__
-    new.__qualname__ = f"{old.__qualname__}_{'_'.join(functions)}"
-    return triton.jit(new)
 
 
 def attention_fp64(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:

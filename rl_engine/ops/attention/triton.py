@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ def _pieces(first: int, count: int, size: int) -> list[tuple[int, int]]:
 
 
 @functools.lru_cache(maxsize=32)
-def _query_tiles(layout: PackedLayout, runs: Runs, size: int, whole: bool, device: torch.device) -> Tensor:
+def query_tiles(layout: PackedLayout, runs: Runs, size: int, whole: bool, device: torch.device) -> Tensor:
     """int32 [tiles, 4]: row, position, count, the sample's first row. Rows count over the runs, or (``whole``) over
     all tokens. Longest first."""
     offsets, done, tiles = layout.offsets.tolist(), 0, []
@@ -155,14 +155,15 @@ def forward_tiles(
     out: Tensor,
     lse: Tensor | None,
     tile: Tile,
+    run: Callable[..., None] = launch,
 ) -> None:
     """Attention of query tiles over joined keys (page 0, k and v [T, kv_heads, D]) or over pages (k and v [pages,
-    kv_heads, page, D])."""
+    kv_heads, page, D]). ``run`` starts the kernel; only a control gives another."""
     _check(q, k[0] if page else k, v[0] if page else v)
     heads, width, kv_heads = q.shape[1], q.shape[2], k.shape[1]
     k_strides = (k.stride(2), k.stride(1), k.stride(0)) if page else (k.stride(0), k.stride(1), 0)
     v_strides = (v.stride(2), v.stride(1), v.stride(0)) if page else (v.stride(0), v.stride(1), 0)
-    launch(
+    run(
         attention_fwd_kernel,
         (heads * items.shape[0],),
         *(q, k, v, out, out if lse is None else lse, items, tables, scales(width)[0]),
@@ -316,11 +317,11 @@ class TritonAttention(AttentionProvider):
         out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
         lse = by_head(q.shape[0], q.shape[1], q.device)
         if tiles.hopper and _is_hopper(q.device) and hopper_forward.fits(q, k, v):
-            items = _query_tiles(layout, runs, hopper_forward.QUERIES, False, q.device)
+            items = query_tiles(layout, runs, hopper_forward.QUERIES, False, q.device)
             ahead = 2 if max(layout.lengths) > LONG else tiles.hopper
             hopper_forward.forward(q, k, v, items, out, lse, scales(q.shape[2])[0], ahead)
             return out, lse
-        items = _query_tiles(layout, runs, tiles.forward.queries, False, q.device)
+        items = query_tiles(layout, runs, tiles.forward.queries, False, q.device)
         forward_tiles(q, k, v, items, items, 0, out, lse, tiles.forward)
         return out, lse
 
@@ -373,7 +374,7 @@ class TritonAttention(AttentionProvider):
         (lse, lse_head), (delta, delta_head) = _head_stride(lse), _head_stride(delta)
         inputs = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *dout.stride()[:2])
         tile = self.tiles[width].dq
-        items = _query_tiles(layout, runs, tile.queries, True, q.device)
+        items = query_tiles(layout, runs, tile.queries, True, q.device)
         launch(
             attention_dq_kernel,
             (heads * items.shape[0],),

@@ -36,7 +36,7 @@ from rl_engine.qualify.gpu.products import (
 )
 
 # Modules with prove(config, inputs) -> Iterator[Case]: the operators that are no matrix product.
-PROVERS: tuple[str, ...] = ()
+PROVERS: tuple[str, ...] = ("rl_engine.qualify.gpu.attention", "rl_engine.qualify.gpu.rows")
 
 
 @dataclasses.dataclass

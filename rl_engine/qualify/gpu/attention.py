@@ -1,0 +1,154 @@
+"""Attention on the GPU: one result whatever the tiles, pages and chunks; wrong sums are caught before the rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rl_engine.models.config import ModelConfig
+from rl_engine.ops.attention import triton_decode, triton_forward, whole_runs
+from rl_engine.ops.attention.triton import (
+    ANCHOR,
+    TILES,
+    Tile,
+    TritonAttention,
+    TritonCache,
+    by_head,
+    forward_tiles,
+    query_tiles,
+    scales,
+)
+from rl_engine.ops.layout import PackedLayout
+from rl_engine.ops.triton_functions import launch
+from rl_engine.qualify.gpu.data import Inputs, differing
+from rl_engine.qualify.gpu.products import Case
+
+LAYOUT = PackedLayout((1, 63, 66, 1100), (4,))
+OTHER = {"forward": Tile(64, 64, 4, 2), "dq": Tile(64, 32, 4, 2), "dkv": Tile(64, 64, 4, 2), "hopper": 0}
+
+
+def prove(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
+    """Every kernel against the anchor, on two KV heads of the model's group and width."""
+    heads, width = 2 * (config.heads // config.kv_heads), config.head_dim
+    q, dout = (inputs.normal(LAYOUT.tokens, heads, width, scale=2.0) for _ in range(2))
+    k, v = (inputs.normal(LAYOUT.tokens, 2, width) for _ in range(2))
+    anchor, tested = TritonAttention(ANCHOR), TritonAttention()
+    other = TritonAttention({width: dataclasses.replace(TILES[width], **OTHER)} if width in TILES else TILES)
+    out, lse = anchor.forward_packed(q, k, v, LAYOUT)
+    expected = anchor.backward_packed(dout, q, k, v, out, lse, LAYOUT)
+    for name, provider in (("default", tested), ("other tiles", other)):
+        found, found_lse = provider.forward_packed(q, k, v, LAYOUT)
+        yield _case(f"forward, {name}", found, out)
+        yield _case(f"LSE, fp32, {name}", found_lse, lse)
+        gradients = provider.backward_packed(dout, q, k, v, out, lse, LAYOUT)
+        for what, a, b in zip(("dQ", "dK", "dV"), gradients, expected, strict=True):
+            yield _case(f"{what}, {name}", a, b)
+    for page, chunk in ((64, 500), (16, 100)):
+        yield _case(f"prefill and decode, pages of {page}", through_pages(tested, q, k, v, page, chunk), out)
+    part = slice(64, 130)
+    alone = tested.forward_packed(q[part], k[part], v[part], PackedLayout((66,), (1,)))
+    yield _case("a sample alone", alone[0], out[part])
+    loud = inputs.order_revealing(2 * width, LAYOUT.tokens).T.contiguous().unflatten(1, (2, width))
+    still = torch.zeros_like(q)
+    right = anchor.forward_packed(still, k, loud, LAYOUT)[0]
+    yield _case("order-revealing values", tested.forward_packed(still, k, loud, LAYOUT)[0], right)
+    backwards = anchor.forward_packed(still, k, loud.flip(0).contiguous(), LAYOUT)[0]
+    yield _case("values backwards", backwards[-1], right[-1], control=True)
+    yield from _controls(q, k, v, lse)
+
+
+def through_pages(provider: TritonAttention, q: Tensor, k: Tensor, v: Tensor, page: int, chunk: int) -> Tensor:
+    """Every sample of the layout through a cache whose fresh pages hold NaN, the last three tokens one by one."""
+    pages = sum(-(-length // page) for length in LAYOUT.lengths)
+    cache = TritonCache(1, k.shape[1], k.shape[2], pages, page, k.device)
+    out = torch.full_like(q, torch.nan)
+    for sample, length in enumerate(LAYOUT.lengths):
+        handle, start, offset = cache.join(), 0, int(LAYOUT.offsets[sample])
+        while start < length:
+            count = min(chunk, length - start - 3) if length - start > 3 else 1
+            part = slice(offset + start, offset + start + count)
+            batch = cache.batch([handle], [start], [count])
+            out[part] = provider.cached(q[part], k[part], v[part], cache, 0, batch)
+            start += count
+    return out
+
+
+def replaced(kernel: Any, **functions: Any) -> Any:
+    """A copy of a Triton function in which names of its module stand for other functions: what a control runs."""
+    old = kernel.fn
+    new = types.FunctionType(old.__code__, {**old.__globals__, **functions}, old.__name__, old.__defaults__)
+    new.__kwdefaults__, new.__annotations__, new.__module__ = old.__kwdefaults__, old.__annotations__, old.__module__
+    new.__qualname__ = f"{old.__qualname__}_{'_'.join(functions)}"
+    return triton.jit(new)
+
+
+@triton.jit
+def add(a, b):
+    return a + b
+
+
+@triton.jit
+def library_sum(p):
+    """The compiler's own order: it changes with the number of warps."""
+    return tl.reduce(p, 1, add)
+
+
+def split_sums(kernel: Any, q: Tensor, k: Tensor, v: Tensor, warps: int) -> Tensor:
+    """l fp32 of every split of 16 queries against one sample's keys, as the decode kernel leaves it for the merge."""
+    tokens, kv_heads, width = k.shape
+    pages, heads = tokens // 64, q.shape[1]
+    keys, values = (x[: pages * 64].unflatten(0, (pages, 64)).transpose(1, 2).contiguous() for x in (k, v))
+    last, splits = pages * 64 - 1, -(-pages // 16)
+    rows = [[i, last - 7 * i, 1, 0] for i in range(16)]
+    items = torch.tensor(rows, dtype=torch.int32, device=q.device)
+    table = torch.arange(pages, dtype=torch.int32, device=q.device)[None]
+    o = torch.zeros(16, heads, splits, width, device=q.device)
+    l, mu = (torch.zeros(16, heads, splits, device=q.device) for _ in range(2))
+    strides = (q.stride(0), q.stride(1), *(x.stride(i) for x in (keys, values) for i in (2, 1, 0)))
+    launch(
+        kernel,
+        (kv_heads, splits, 16),
+        *(q, keys, values, q, q, o, l, mu, items, table, scales(width)[0], *strides, 0, 0, 0, pages, heads, splits),
+        warps=warps,
+        GROUP=heads // kv_heads,
+        D=width,
+        DV=width,
+        M=16,
+        PAGE=64,
+        DIRECT=False,
+        WITH_LSE=False,
+        STAGES=1,
+    )
+    return l
+
+
+def fused(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, stages: int = 1, **meta: Any) -> None:
+    kernel[grid](*args, num_warps=warps, num_stages=stages, enable_fp_fusion=True, **meta)
+
+
+def _controls(q: Tensor, k: Tensor, v: Tensor, lse: Tensor) -> Iterator[Case]:
+    """The library's row sum over four warps, and contraction, on fp32 sums."""
+    written: Callable[..., Any] = triton_decode.attention_decode_kernel
+    step = replaced(triton_forward.block_step, sum_block=library_sum)
+    wrong = replaced(triton_decode.attention_decode_kernel, block_step=step)
+    right = split_sums(written, q, k, v, 1)
+    yield _case("l, fp32, four warps", split_sums(written, q, k, v, 4), right)
+    yield _case("library's sum, 4 warps", split_sums(wrong, q, k, v, 4), right, control=True)
+    tile, out = TILES[q.shape[2]].forward, torch.empty_like(q)
+    items, found = (
+        query_tiles(LAYOUT, whole_runs(LAYOUT), tile.queries, False, q.device),
+        by_head(*q.shape[:2], q.device),
+    )
+    forward_tiles(q, k, v, items, items, 0, out, found, tile, fused)
+    yield _case("contraction on", found, lse, control=True)
+
+
+def _case(what: str, found: Tensor, expected: Tensor, control: bool = False) -> Case:
+    return Case("attention", "triton", what, expected.numel(), differing(found, expected), control)
