@@ -16,12 +16,12 @@ from benchmarks.gpu.limits import copy_rate, copy_time
 from rl_engine.models.config import parse_config
 from rl_engine.ops.attention.triton import ANCHOR, TILES, TritonAttention, by_head, decode, store
 from rl_engine.ops.layout import PackedLayout
-from rl_engine.qualify.gpu import attention as proof
+from rl_engine.qualify import gpu_attention as proof
 from rl_engine.qualify.gpu.data import Inputs, differing
 
 SOURCES = (
     *("rl_engine/ops/attention", "rl_engine/ops/triton_functions.py", "rl_engine/ops/layout.py"),
-    *("rl_engine/qualify/gpu/attention.py", "benchmarks/gpu/attention.py", "benchmarks/gpu/limits.py"),
+    *("rl_engine/qualify/gpu_attention.py", "benchmarks/gpu/attention.py", "benchmarks/gpu/limits.py"),
 )
 HEADS, KV_HEADS, WIDTH, PAGE = 32, 8, 128, 64  # Qwen3-8B
 PACKED = ((4, 4096), (1, 16384))  # samples, tokens of each

@@ -19,12 +19,12 @@ from rl_engine.ops.rope import RopeTable
 from rl_engine.ops.rope.triton import qk_norm_rope, qk_norm_rope_backward
 from rl_engine.ops.swiglu.triton import TritonSwiglu
 from rl_engine.ops.weight import Part, Weight
-from rl_engine.qualify.gpu import rows as proof
+from rl_engine.qualify import gpu_rows as proof
 from rl_engine.qualify.gpu.data import Inputs, differing
 
 SOURCES = (
     *("rl_engine/ops/rms_norm", "rl_engine/ops/rope", "rl_engine/ops/swiglu", "rl_engine/ops/triton_functions.py"),
-    *("rl_engine/ops/layout.py", "rl_engine/qualify/gpu/rows.py", "benchmarks/gpu/rows.py", "benchmarks/gpu/limits.py"),
+    *("rl_engine/ops/layout.py", "rl_engine/qualify/gpu_rows.py", "benchmarks/gpu/rows.py", "benchmarks/gpu/limits.py"),
 )
 TOKENS, HIDDEN, INNER, HEADS, KV_HEADS, WIDTH = 16384, 4096, 12288, 32, 8, 128  # Qwen3-8B
 EPS, SETS = 1e-6, 3

@@ -258,7 +258,7 @@ def test_other_row_sums_and_contraction_are_caught() -> None:
     """The controls: the library's own sum over columns that lie in several warps, and fused multiply-adds."""
     from rl_engine.ops.attention import triton_decode, triton_forward
     from rl_engine.ops.attention.triton import Tile, by_head, forward_tiles, query_tiles
-    from rl_engine.qualify.gpu.attention import fused, library_sum, replaced, split_sums
+    from rl_engine.qualify.gpu_attention import fused, library_sum, replaced, split_sums
 
     q, k, v = qkv(3072, (8, 2, 128), 2.0)
     step = replaced(triton_forward.block_step, sum_block=library_sum)

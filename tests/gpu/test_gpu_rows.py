@@ -93,7 +93,7 @@ def test_sums_of_units_show_their_order() -> None:
 def test_row_sums_show_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the library's sum over several warps in the norm's place for the tree."""
     from rl_engine.ops.rms_norm import triton as norms
-    from rl_engine.qualify.gpu.attention import library_sum, replaced
+    from rl_engine.qualify.gpu_attention import library_sum, replaced
 
     tested, reference = both("rms_norm")
     x, dy, cpu, gpu = bf16_randn(64, 4096, seed=1), bf16_randn(64, 4096, seed=2), gain(4096), gain(4096, "cuda")
