@@ -29,7 +29,8 @@ BUNDLED = {
 Text = Annotated[str, StringConstraints(min_length=1)]
 Revision = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-Count = Annotated[int, Field(ge=1)]
+MOST = 2**31 - 1  # no shape or count of a model or machine is larger
+Count = Annotated[int, Field(ge=1, le=MOST)]
 
 
 class _Strict(pydantic.BaseModel):
@@ -40,7 +41,7 @@ class Requirements(_Strict):
     """What the profile was proven on; versions are compared by the parts given."""
 
     backend: Literal["cpu", "cuda", "rocm"] | None = None
-    gpus: Annotated[int, Field(ge=0)] | None = None
+    gpus: Annotated[int, Field(ge=0, le=MOST)] | None = None
     gpu_model: Text | None = None
     tensor_parallel: Count | None = None
     context_parallel: Count | None = None

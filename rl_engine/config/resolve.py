@@ -37,7 +37,7 @@ from rl_engine.config.plan import (
     SamplingPlan,
     Topology,
 )
-from rl_engine.config.profile import LoadedProfile, choose_profile, profile_default
+from rl_engine.config.profile import MOST, LoadedProfile, choose_profile, profile_default
 from rl_engine.numerics.contract import Contract
 from rl_engine.records.errors import UserError
 
@@ -481,8 +481,9 @@ def read_model_facts(model_root: Path) -> ModelFacts:
 
     def number(name: str, otherwise: int | None = None) -> int:
         value = body.get(name, otherwise) if isinstance(body, dict) else None
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UserError(f"{name} = {value!r} in {file}", "a positive whole number", "check --model-root")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+            shown = repr(value)[:80] if not isinstance(value, int) or abs(value) < 10**50 else "a huge number"
+            raise UserError(f"{name} = {shown} in {file}", f"a whole number from 1 to {MOST}", "check --model-root")
         return value
 
     heads, hidden = number("num_attention_heads"), number("hidden_size")

@@ -79,3 +79,11 @@ def test_unreadable_profiles(tmp_path):
         read_profile(tmp_path / "none.json")
     with pytest.raises(UserError, match="directory"):
         read_profile(tmp_path)
+
+
+def test_a_count_beyond_every_machine_is_refused():
+    """Memory in GiB of such a shape is no float any more."""
+    body = copy.deepcopy(BODY)
+    body["model"]["num_layers"] = 10**300
+    with pytest.raises(UserError, match=r"model\.num_layers"):
+        check_profile(body, "here")
