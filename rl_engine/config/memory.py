@@ -7,7 +7,7 @@ import dataclasses
 from rl_engine.config.plan import ModelFacts, Plan
 
 BF16, FP32 = 2, 4
-PROCESS = 300 * 2**20  # interpreter, torch and Ray's worker, measured
+PROCESS = 360 * 2**20  # interpreter, torch and Ray's worker with the libraries that they map, measured
 PROMPT_TOKENS = 128  # what a prompt is taken to need in the KV pool, beside the longest response
 DEVICE_BYTES = {"H100 80GB": 80 * 10**9, "gfx942": 192 * 10**9}
 
@@ -64,7 +64,7 @@ def train_memory(plan: Plan) -> RankMemory:
         activations=kept + one_layer + logits,
         kv_pool=0,
         process=_process(plan),
-        passing=BF16 * count // 2 if plan.backend == "cpu" else 0,
+        passing=BF16 * count if plan.backend == "cpu" else 0,
     )
 
 
@@ -84,8 +84,8 @@ def rollout_memory(plan: Plan, gpu_model: str | None) -> RankMemory:
     device = DEVICE_BYTES.get(gpu_model or "")
     if plan.backend != "cpu" and device is not None:
         pool = max(0, int(plan.engine.gpu_memory_utilization * device) - weights)
-    # New weights arrive beside the packed old ones, from a snapshot that the trainer's process has mapped as well.
-    passing = weights + weights // 2 if plan.backend == "cpu" else 0
+    # New weights arrive beside the packed old ones, from a snapshot that is mapped.
+    passing = 2 * weights if plan.backend == "cpu" else 0
     return RankMemory(weights, 0, 0, logits, pool, _process(plan), passing)
 
 

@@ -15,7 +15,7 @@ from rl_engine.config.plan import Plan
 from rl_engine.engines.evidence import route_records
 from rl_engine.engines.types import Request, Sample, UpdateResult, WeightSnapshot
 from rl_engine.numerics.contract import Contract
-from rl_engine.orchestrators.memory import return_memory
+from rl_engine.orchestrators.memory import peak_resident, return_memory
 from rl_engine.orchestrators.tokens import Tokenizer
 from rl_engine.records.environment import collect_environment, source_record
 from rl_engine.records.types import EnvironmentRecord, RouteRecord, Side, ThreadSettings
@@ -91,6 +91,10 @@ class _Worker(abc.ABC):
     def progress(self) -> tuple[int, int]:
         """(done, all) of the call in progress."""
         return self._progress
+
+    def peak_resident(self) -> int:
+        """Bytes of this process at its peak."""
+        return peak_resident()
 
     def sent(self) -> dict[str, int]:
         """Bytes that this rank sent to others, by purpose."""

@@ -369,9 +369,9 @@ class LocalRun:
             for member, sent in self._guard(lambda: self.fleet.every("sent")):
                 if sent:
                     self.writer.event("bytes_sent", engine=member.engine, rank=member.rank, **sent)
-            for member in self.fleet.members:
-                peak = memory.peaks.get(self.pids[member.name], 0)
-                self.writer.event("worker_memory", engine=member.engine, rank=member.rank, peak_pss_bytes=peak)
+            for member, peak in self._guard(lambda: self.fleet.every("peak_resident")):
+                sizes = {"peak_pss_bytes": memory.peaks.get(self.pids[member.name], 0), "peak_rss_bytes": peak}
+                self.writer.event("worker_memory", engine=member.engine, rank=member.rank, **sizes)
         self._environment("end")
         self.writer.event("memory", peak_pss_bytes=memory.peak)
 

@@ -36,7 +36,7 @@ def test_the_demo_keeps_its_promises(sources: Path, tmp_path: Path) -> None:
         assert next(e for e in events if e.kind == "memory").fields["peak_pss_bytes"] < MOST_BYTES
         plan = plan_from_json(json.dumps(reader.plan().plan))
         expected = {"train": train_memory(plan).total, "rollout-0": rollout_memory(plan, None).total}
-        peaks = {e.fields["engine"]: e.fields["peak_pss_bytes"] for e in events if e.kind == "worker_memory"}
+        peaks = {e.fields["engine"]: e.fields["peak_rss_bytes"] for e in events if e.kind == "worker_memory"}
         assert peaks.keys() == expected.keys()
         for engine, peak in peaks.items():
             assert abs(expected[engine] / peak - 1) < 0.15, (mode, engine, expected[engine], peak)
