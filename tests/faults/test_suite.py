@@ -44,6 +44,10 @@ def test_scores_on_the_held_out_seeds() -> None:
     assert sum(tally.third for tally in tallies.values()) >= 0.97 * runs
     count, alarms = score_clean(HELD_OUT[:2])
     assert count >= 20 and not alarms
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="a strong fault hides a weak one: both named in 66.7 % of runs, wanted 75 %")
+def test_both_of_two_faults_are_among_the_first_three() -> None:
     pairs, first, both, _ = score_pairs(HELD_OUT[:2])
-    # A strong fault often hides a weak one: both are named in 2 of 3 runs (docs/reference/diagnose-scores.md).
-    assert first >= 0.9 * pairs and both >= 0.6 * pairs
+    assert first >= 0.9 * pairs and both >= 0.75 * pairs
