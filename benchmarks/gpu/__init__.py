@@ -108,7 +108,7 @@ class Result:
             "held": sum(proof.holds for proof in self.proofs),
             "of": len(self.proofs),
             "outputs": sum(proof.elements for proof in self.proofs),
-            "controls": sorted({proof.name for proof in self.proofs if proof.control}),
+            "controls": sorted({proof.name for proof in self.proofs if proof.control and proof.holds}),
             "failed": [dataclasses.asdict(proof) for proof in self.proofs if not proof.holds],
         }
         return json.dumps(body, indent=1) + "\n"

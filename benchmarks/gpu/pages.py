@@ -1,4 +1,7 @@
-"""The figures on docs/concepts/bitwise.md, made from the stored results; the page says where the code has moved on."""
+"""The figures on docs/concepts/bitwise.md, made from the stored results; the page says where the code has moved on.
+
+Between its marks a family without a stored result keeps what was written by hand.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,17 @@ def current_digest(family: str) -> str:
 def table(family: str, now: Callable[[str], str] = current_digest) -> str:
     """The family's rows as a table, with the device, the state of its proofs, and whether the code has moved on."""
     result = stored(family)
-    if result is None:
-        return "Not measured yet.\n"
+    assert result is not None, f"no result of {family} is stored"
     device, proofs = result["device"], result["proofs"]
     lines = [
         f"{device['name']}, driver {device['driver']}, torch {device['torch']}, Triton {device['triton']}. "
         f"{proofs['held']:,} of {proofs['of']:,} proofs held over {proofs['outputs']:,} outputs; caught controls: "
         f"{', '.join(proofs['controls']) or 'none'}."
     ]
+    if proofs["failed"]:
+        lines += ["", f"**Failed**: {', '.join(proof['name'] for proof in proofs['failed'])}."]
+    if result["ended"] != "complete":
+        lines += ["", f"The run ended early ({result['ended']}): what follows was done by then."]
     if now(family) != result["digest"]:
         lines += ["", "**Stale**: the code has changed since; these are the figures of an earlier version."]
     lines += ["", "| Figure | value | must | aim | against |", "| --- | --- | --- | --- | --- |"]
@@ -46,8 +52,14 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def rendered(page: str, now: Callable[[str], str] = current_digest) -> str:
-    """The page with every marked table made anew."""
-    return MARKS.sub(lambda m: f"{m.group(1)}\n{table(m.group(2), now)}\n{m.group(3)}", page)
+    """The page with every marked table made anew; one without a stored result stays as it is."""
+
+    def section(mark: re.Match[str]) -> str:
+        if stored(mark.group(2)) is None:
+            return mark.group(0)
+        return f"{mark.group(1)}\n{table(mark.group(2), now)}\n{mark.group(3)}"
+
+    return MARKS.sub(section, page)
 
 
 def write() -> None:

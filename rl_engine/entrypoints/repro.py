@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-HELPED = ("bench", "diagnose")  # forwarded verbs whose own parser needs the standard library alone
+HELPED = ("bench", "diagnose", "qualify")  # forwarded verbs whose own parser needs the standard library alone
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 Every choice has the same bits, so the table changes speed alone; it still names only candidates that were proven on
 this device with these versions and these sources, and a table of another device, driver, version or source is refused.
+It also names the models whose other operators were proven beside the products; a proof that failed takes its place.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rl_engine.ops.library import cache_folder
 from rl_engine.ops.triton_gemm import Tile
 
 NAME = "gemm-table.json"
-SCHEMA = "rlkernel.gemm-table.v1"
+SCHEMA = "rlkernel.gemm-table.v2"
 KINDS = ("forward", "residual", "dx", "logits", "dh", "fold")
 
 
@@ -69,13 +70,17 @@ class Table:
             beyond.
         proven: the same names -> every algorithm of cuBLASLt (hex) that was proven on the shape; at row counts between
             the measured ones the library's own ranking chooses among them.
-        digest: SHA-256 over identity, choices and proven cases.
+        digest: SHA-256 over identity, choices and proven cases of the last proof.
+        models: sizes of a model -> digest of the whole proof of its operators.
+        failed: what the last proof failed at; nothing runs by such a table.
     """
 
     identity: dict[str, str]
     entries: dict[str, list[tuple[int, Choice]]]
     digest: str = ""
     proven: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    models: dict[str, str] = dataclasses.field(default_factory=dict)
+    failed: str = ""
     prepared: dict[tuple[Any, ...], Call] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def choose(self, kind: str, columns: int, depth: int, rows: int, *, near: bool = False) -> Choice:
@@ -118,8 +123,20 @@ class Table:
     def json(self) -> str:
         entries = {name: [[rows, choice.record()] for rows, choice in found] for name, found in self.entries.items()}
         body = {"schema": SCHEMA, "identity": self.identity, "digest": self.digest, "entries": entries}
-        body["proven"] = self.proven
+        body |= {"proven": self.proven, "models": self.models, "failed": self.failed}
         return json.dumps(body, indent=1, sort_keys=True)
+
+    def joined(self, other: Table) -> Table:
+        """This table, and what the other one holds beside it; of another identity it holds nothing."""
+        if other.identity != self.identity or other.failed or self.failed:
+            return self
+        return dataclasses.replace(
+            self,
+            entries={**other.entries, **self.entries},
+            proven={**other.proven, **self.proven},
+            models={**other.models, **self.models},
+            prepared={},
+        )
 
     @staticmethod
     def parse(text: str) -> Table:
@@ -134,7 +151,8 @@ class Table:
             name: [(int(rows), _choice(choice)) for rows, choice in found] for name, found in body["entries"].items()
         }
         proven = {name: [str(text) for text in found] for name, found in body["proven"].items()}
-        return Table(dict(body["identity"]), entries, str(body["digest"]), proven)
+        models = {str(name): str(digest) for name, digest in body["models"].items()}
+        return Table(dict(body["identity"]), entries, str(body["digest"]), proven, models, str(body["failed"]))
 
 
 def _choice(body: dict[str, Any]) -> Choice:
@@ -149,10 +167,10 @@ def key(kind: str, columns: int, depth: int) -> str:
 
 @functools.cache
 def sources() -> str:
-    """SHA-256 over the code that a proof is about."""
+    """SHA-256 over the code that a proof is about: every operator's Python files."""
     total, folder = hashlib.sha256(), Path(__file__).parent
-    for name in ("triton_gemm.py", "gluon_fold.py", "cublaslt.py", "gemm_table.py", "triton_functions.py"):
-        total.update(name.encode() + b"\0" + (folder / name).read_bytes() + b"\0")
+    for file in sorted(folder.rglob("*.py")):
+        total.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes() + b"\0")
     return total.hexdigest()
 
 
@@ -197,29 +215,41 @@ def path() -> Path:
     return cache_folder() / NAME
 
 
+def _kept() -> Table | None:
+    """The table that lies on this machine's disk, whatever it was made for; None where there is none."""
+    try:
+        return Table.parse(path().read_text())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):
+        return None
+
+
 @functools.cache
 def current() -> Table:
     """The table of this machine, read once.
 
     Raises:
-        NotQualified: there is none, or it was made for something else.
+        NotQualified: there is none, it was made for something else, or the last proof failed.
     """
-    try:
-        table = Table.parse(path().read_text())
-    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
-        raise NotQualified("the GPU's matrix products are not proven here: run rlk-repro qualify") from error
+    table = _kept()
+    if table is None:
+        raise NotQualified("the GPU's matrix products are not proven here: run rlk-repro qualify")
     changed = [name for name, value in identity().items() if table.identity.get(name) != value]
     if changed:
         raise NotQualified(f"the proof is stale (other {' and '.join(changed)}): run rlk-repro qualify")
+    if table.failed:
+        raise NotQualified(f"the last proof failed ({table.failed}): no operator runs by it")
     return table
 
 
 def keep(table: Table) -> None:
-    """Writes the table for this machine and puts it in force."""
-    target = path()
+    """Writes the table for this machine and puts it in force; shapes and models that were proven before stay.
+
+    A table that says ``failed`` takes everything's place.
+    """
+    before, target = _kept(), path()
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = target.with_suffix(".tmp")
-    fresh.write_text(table.json())
+    fresh.write_text((table if before is None else table.joined(before)).json())
     fresh.replace(target)
     current.cache_clear()
 

@@ -72,7 +72,7 @@ class _Worker(abc.ABC):
 
     def _prove(self) -> str:
         from rl_engine.engines.setup import model_config
-        from rl_engine.qualify import prove
+        from rl_engine.qualify.proof import prove
 
         contract = own_contract(self.plan)
         sides = [dict(self.plan.providers.train), dict(self.plan.providers.rollout)]

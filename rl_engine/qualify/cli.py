@@ -6,8 +6,9 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rl_engine.records.errors import UserError
 
@@ -15,23 +16,38 @@ if TYPE_CHECKING:
     from rl_engine.models.config import ModelConfig
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message, "qualify [options]", "see rlk-repro qualify --help")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The verb's parser."""
+    out = _Parser(
+        prog="rlk-repro qualify",
+        description="Prove the operators on this machine and a model's shapes, and print what held. "
+        "Exit 0: every case is equal in bits; 1: one is not, and is named; 2: a mistake in the call.",
+    )
+    out.add_argument("--model-root", type=Path, help="checkpoint whose shapes are proven (default: the demo model's)")
+    out.add_argument(
+        "--provider", default=None, help="cpu (the C chain), torch (no compiler) or gpu; default: what runs use"
+    )
+    out.add_argument("--tp", type=int, action="append", help="GPU: also the slices of this many ranks (repeatable)")
+    out.add_argument("--again", action="store_true", help="GPU: prove anew where a kept proof still holds")
+    out.add_argument("--threads", type=int, default=None, help="threads (default: the machine's cores)")
+    out.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    return out
+
+
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0 when every case is equal in bits, 1 otherwise.
 
+    On a GPU a proof that was made for the same shapes, device, driver, versions and sources is not made twice.
+
     Raises:
-        UserError: a model folder that cannot be read.
+        UserError: a flag that does not exist, a model folder that cannot be read, or no GPU where one is asked for.
     """
-    parser = argparse.ArgumentParser(prog="rlk-repro qualify", description=__doc__)
-    parser.add_argument(
-        "--model-root", type=Path, help="checkpoint whose shapes are proven (default: the demo model's)"
-    )
-    parser.add_argument(
-        "--provider", default=None, help="cpu (the C chain), torch (no compiler) or gpu; default: what runs use"
-    )
-    parser.add_argument("--tp", type=int, action="append", help="GPU: also the slices of this many ranks (repeatable)")
-    parser.add_argument("--threads", type=int, default=None, help="threads (default: the machine's cores)")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    arguments = parser.parse_args(argv)
+    arguments = parser().parse_args(argv)
 
     import os
 
@@ -58,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     except (UnsupportedModel, OSError) as error:
         raise UserError(str(error), "a Llama or Qwen3 checkpoint", "check --model-root") from error
     if name == "gpu":
-        return _gpu(config, tuple(arguments.tp or (1,)), as_json=arguments.json)
+        return _gpu(config, _sizes(config, arguments.tp or ()), again=arguments.again, as_json=arguments.json)
     contract = Contract(gemm="chain" if name == "cpu" else "chain256")
     result = prove(config, [uniform(name)], contract)
     remember(contract.id, result.digest, len(result.failed))
@@ -74,35 +90,57 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if result.failed else 0
 
 
-def _gpu(config: ModelConfig, tp_sizes: tuple[int, ...], *, as_json: bool) -> int:
-    """Proves, times and keeps the table that the GPU's products run by."""
-    from rl_engine.ops.gemm_table import NotQualified, keep, path
-    from rl_engine.qualify.gpu.run import prove
+def _sizes(config: ModelConfig, asked: Sequence[int]) -> tuple[int, ...]:
+    """The numbers of tensor-parallel ranks, 1 always among them.
 
-    try:
-        result = prove(config, tuple(sorted({1, *tp_sizes})), say=lambda line: print(line, file=sys.stderr, flush=True))
-    except NotQualified as error:
-        raise UserError(str(error), "one whose bits are the anchor's", "report device and versions") from error
-    record = result.record()
-    if not result.failed:
-        keep(result.table)
+    Raises:
+        UserError: a number into which a linear layer cannot be cut.
+    """
+    widths = (config.hidden, config.intermediate, config.heads * config.head_dim, config.kv_heads * config.head_dim)
+    for size in asked:
+        if size < 1 or any(width % size for width in widths):
+            known = ", ".join(str(n) for n in range(1, 65) if not any(width % n for width in widths))
+            raise UserError(f"--tp {size}", f"a number of ranks that cuts this model: {known}", "correct --tp")
+    return tuple(sorted({1, *asked}))
+
+
+def _gpu(config: ModelConfig, tp_sizes: tuple[int, ...], *, again: bool, as_json: bool) -> int:
+    """Proves, times and keeps the table that the GPU's products run by; prints the kept proof where one holds."""
+    from rl_engine.ops.gemm_table import NotQualified, path
+    from rl_engine.qualify.gpu import run
+
+    record = None if again else run.kept(config, tp_sizes)
+    told = "proven earlier (--again proves anew)"
+    if record is None:
+        try:
+            result = run.prove(config, tp_sizes, say=lambda line: print(line, file=sys.stderr, flush=True))
+        except NotQualified as error:
+            raise UserError(str(error), "a GPU whose proof can name what it holds for", "check its driver") from error
+        run.keep(result)
+        record, told = result.record(), f"qualified in {result.seconds:.0f} s"
     if as_json:
         print(json.dumps(record, indent=1))
     else:
-        for case in (*result.failed, *result.refuted):
-            print(f"{case.operator:14} {case.provider:8} {case.what}: {case.differing} of {case.elements} DIFFER")
-        for case in result.cases:
-            if case.control:
-                print(f"{'control':14} {case.what}: {'caught' if case.holds else 'NOT CAUGHT'}")
-        for level, points in record["levels"].items():
-            print(f"{level}, time against native: " + ", ".join(f"{n} rows {price}" for n, price in points.items()))
-        print(
-            f"{len(result.cases)} cases, {record['outputs']} outputs: {len(result.failed)} failed, "
-            f"{len(result.refuted)} candidates refuted and not chosen"
-        )
-    kept = "nothing kept" if result.failed else f"kept in {path()}"
-    print(f"qualified in {result.seconds:.0f} s, digest {result.table.digest[:16]}, {kept}", file=sys.stderr)
-    return 1 if result.failed else 0
+        _print(record)
+    kept = "nothing kept, consistency refused" if record["failed"] else f"kept in {path()}"
+    print(f"{told}, digest {record['digest'][:16]}, {kept}", file=sys.stderr)
+    return 1 if record["failed"] else 0
+
+
+def _print(record: dict[str, Any]) -> None:
+    """Failures, refuted candidates, controls, prices of the guarantees, counts."""
+    for case in (*record["failed"], *record["refuted"]):
+        verdict = "NOT CAUGHT" if case["control"] else f"{case['differing']} of {case['elements']} DIFFER"
+        print(f"{case['operator']:14} {case['provider']:8} {case['what']}: {verdict}")
+    for case in record["controls"]:
+        if case["differing"]:
+            print(f"{'control':14} {case['operator']}, {case['what']}: caught")
+    for level, points in record["levels"].items():
+        print(f"{level}, time against native: " + ", ".join(f"{n} rows {price}" for n, price in points.items()))
+    print(
+        f"{record['cases']} cases, {record['outputs']} outputs: {len(record['failed'])} failed, "
+        f"{len(record['refuted'])} candidates refuted and not chosen"
+    )
 
 
 DEMO_SHAPE = {

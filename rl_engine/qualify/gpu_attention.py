@@ -28,40 +28,134 @@ from rl_engine.ops.attention.triton import (
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.triton_functions import launch
 from rl_engine.qualify.gpu.data import Inputs, differing
-from rl_engine.qualify.gpu.products import Case
+from rl_engine.qualify.gpu.products import Case, close
 
 LAYOUT = PackedLayout((1, 63, 66, 1100), (4,))
 OTHER = {"forward": Tile(64, 64, 4, 2), "dq": Tile(64, 32, 4, 2), "dkv": Tile(64, 64, 4, 2), "hopper": 0}
 
 
+PARTS = ("forward", "backward", "other_forward", "other_backward", "pages", "small_pages", "row_sums", "contraction")
+
+
 def prove(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
     """Every kernel against the anchor, on two KV heads of the model's group and width."""
-    heads, width = 2 * (config.heads // config.kv_heads), config.head_dim
-    q, dout = (inputs.normal(LAYOUT.tokens, heads, width, scale=2.0) for _ in range(2))
-    k, v = (inputs.normal(LAYOUT.tokens, 2, width) for _ in range(2))
+    for part in PARTS:
+        yield from globals()[part](config, inputs)
+
+
+def forward(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
+    """The default tiles: whole, a sample alone, and values that reveal the order of keys; the anchor against fp64."""
+    q, k, v = _qkv(config, inputs)
     anchor, tested = TritonAttention(ANCHOR), TritonAttention()
-    other = TritonAttention({width: dataclasses.replace(TILES[width], **OTHER)} if width in TILES else TILES)
     out, lse = anchor.forward_packed(q, k, v, LAYOUT)
-    expected = anchor.backward_packed(dout, q, k, v, out, lse, LAYOUT)
-    for name, provider in (("default", tested), ("other tiles", other)):
-        found, found_lse = provider.forward_packed(q, k, v, LAYOUT)
-        yield _case(f"forward, {name}", found, out)
-        yield _case(f"LSE, fp32, {name}", found_lse, lse)
-        gradients = provider.backward_packed(dout, q, k, v, out, lse, LAYOUT)
-        for what, a, b in zip(("dQ", "dK", "dV"), gradients, expected, strict=True):
-            yield _case(f"{what}, {name}", a, b)
-    for page, chunk in ((64, 500), (16, 100)):
-        yield _case(f"prefill and decode, pages of {page}", through_pages(tested, q, k, v, page, chunk), out)
+    exact = exact_attention(q, k, v)
+    yield close("attention", "the anchor, fp64", out, exact, 2e-2, 5e-3 * float(exact.abs().max()))
+    yield from _forward("default", tested, q, k, v, out, lse)
     part = slice(64, 130)
     alone = tested.forward_packed(q[part], k[part], v[part], PackedLayout((66,), (1,)))
     yield _case("a sample alone", alone[0], out[part])
-    loud = inputs.order_revealing(2 * width, LAYOUT.tokens).T.contiguous().unflatten(1, (2, width))
+    loud = inputs.order_revealing(2 * config.head_dim, LAYOUT.tokens).T.contiguous().unflatten(1, (2, config.head_dim))
     still = torch.zeros_like(q)
     right = anchor.forward_packed(still, k, loud, LAYOUT)[0]
     yield _case("order-revealing values", tested.forward_packed(still, k, loud, LAYOUT)[0], right)
     backwards = anchor.forward_packed(still, k, loud.flip(0).contiguous(), LAYOUT)[0]
     yield _case("values backwards", backwards[-1], right[-1], control=True)
-    yield from _controls(q, k, v, lse)
+
+
+def backward(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
+    yield from _backward("default", TritonAttention(), config, inputs)
+
+
+def other_forward(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
+    """Tiles that no launch takes by itself: what the default ones are may change, the bits may not."""
+    q, k, v = _qkv(config, inputs)
+    out, lse = TritonAttention(ANCHOR).forward_packed(q, k, v, LAYOUT)
+    yield from _forward("other tiles", _others(config.head_dim), q, k, v, out, lse)
+
+
+def other_backward(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
+    yield from _backward("other tiles", _others(config.head_dim), config, inputs)
+
+
+def pages(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
+    """Pages of whole key blocks."""
+    yield _paged(config, inputs, 64, 500)
+
+
+def small_pages(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
+    """Several pages a key block."""
+    yield _paged(config, inputs, 16, 100)
+
+
+def row_sums(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
+    """l in fp32: the written sum over four warps, and the library's, which must be seen."""
+    q, k, v = _qkv(config, inputs)
+    written: Callable[..., Any] = triton_decode.attention_decode_kernel
+    step = replaced(triton_forward.block_step, sum_block=library_sum)
+    wrong = replaced(triton_decode.attention_decode_kernel, block_step=step)
+    right = split_sums(written, q, k, v, 1)
+    yield _case("l, fp32, four warps", split_sums(written, q, k, v, 4), right)
+    yield _case("library's sum, 4 warps", split_sums(wrong, q, k, v, 4), right, control=True)
+
+
+def contraction(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
+    """The forward kernel with fused multiply-adds wherever the compiler likes must be seen in the LSE."""
+    q, k, v = _qkv(config, inputs)
+    lse = TritonAttention(ANCHOR).forward_packed(q, k, v, LAYOUT)[1]
+    tile, out = TILES[q.shape[2]].forward, torch.empty_like(q)
+    items = query_tiles(LAYOUT, whole_runs(LAYOUT), tile.queries, False, q.device)
+    found = by_head(*q.shape[:2], q.device)
+    forward_tiles(q, k, v, items, items, 0, out, found, tile, fused)
+    yield _case("contraction on", found, lse, control=True)
+
+
+def _qkv(config: ModelConfig, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    heads, width = 2 * (config.heads // config.kv_heads), config.head_dim
+    q = inputs.normal(LAYOUT.tokens, heads, width, scale=2.0)
+    return q, inputs.normal(LAYOUT.tokens, 2, width), inputs.normal(LAYOUT.tokens, 2, width)
+
+
+def _others(width: int) -> TritonAttention:
+    return TritonAttention({width: dataclasses.replace(TILES[width], **OTHER)} if width in TILES else TILES)
+
+
+def _forward(
+    name: str, tested: TritonAttention, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> Iterator[Case]:
+    found, found_lse = tested.forward_packed(q, k, v, LAYOUT)
+    yield _case(f"forward, {name}", found, out)
+    yield _case(f"LSE, fp32, {name}", found_lse, lse)
+
+
+def _backward(name: str, tested: TritonAttention, config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
+    q, k, v = _qkv(config, inputs)
+    dout, anchor = inputs.normal(*q.shape, scale=2.0), TritonAttention(ANCHOR)
+    out, lse = anchor.forward_packed(q, k, v, LAYOUT)
+    expected = anchor.backward_packed(dout, q, k, v, out, lse, LAYOUT)
+    gradients = tested.backward_packed(dout, q, k, v, out, lse, LAYOUT)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    exact = torch.autograd.grad(exact_attention(*leaves), leaves, dout.double())
+    for what, a, b, c in zip(("dQ", "dK", "dV"), gradients, expected, exact, strict=True):
+        yield _case(f"{what}, {name}", a, b)
+        yield close("attention", f"{what} of the anchor, fp64", b, c, 2e-2, 1e-2 * float(c.abs().max()))
+
+
+def _paged(config: ModelConfig, inputs: Inputs, page: int, chunk: int) -> Case:
+    q, k, v = _qkv(config, inputs)
+    out = TritonAttention(ANCHOR).forward_packed(q, k, v, LAYOUT)[0]
+    return _case(f"prefill and decode, pages of {page}", through_pages(TritonAttention(), q, k, v, page, chunk), out)
+
+
+def exact_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """fp64 [T, heads, D] of causal attention over the layout's samples; any dtype in."""
+    group, outs = q.shape[1] // k.shape[1], []
+    for length, first in zip(LAYOUT.lengths, LAYOUT.offsets.tolist(), strict=False):
+        a, b, c = (x[first : first + length].double().transpose(0, 1) for x in (q, k, v))
+        scores = a @ b.repeat_interleave(group, 0).transpose(1, 2) * q.shape[2] ** -0.5
+        later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        outs.append((weights @ c.repeat_interleave(group, 0)).transpose(0, 1))
+    return torch.cat(outs)
 
 
 def through_pages(provider: TritonAttention, q: Tensor, k: Tensor, v: Tensor, page: int, chunk: int) -> Tensor:
@@ -131,23 +225,6 @@ def split_sums(kernel: Any, q: Tensor, k: Tensor, v: Tensor, warps: int) -> Tens
 
 def fused(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, stages: int = 1, **meta: Any) -> None:
     kernel[grid](*args, num_warps=warps, num_stages=stages, enable_fp_fusion=True, **meta)
-
-
-def _controls(q: Tensor, k: Tensor, v: Tensor, lse: Tensor) -> Iterator[Case]:
-    """The library's row sum over four warps, and contraction, on fp32 sums."""
-    written: Callable[..., Any] = triton_decode.attention_decode_kernel
-    step = replaced(triton_forward.block_step, sum_block=library_sum)
-    wrong = replaced(triton_decode.attention_decode_kernel, block_step=step)
-    right = split_sums(written, q, k, v, 1)
-    yield _case("l, fp32, four warps", split_sums(written, q, k, v, 4), right)
-    yield _case("library's sum, 4 warps", split_sums(wrong, q, k, v, 4), right, control=True)
-    tile, out = TILES[q.shape[2]].forward, torch.empty_like(q)
-    items, found = (
-        query_tiles(LAYOUT, whole_runs(LAYOUT), tile.queries, False, q.device),
-        by_head(*q.shape[:2], q.device),
-    )
-    forward_tiles(q, k, v, items, items, 0, out, found, tile, fused)
-    yield _case("contraction on", found, lse, control=True)
 
 
 def _case(what: str, found: Tensor, expected: Tensor, control: bool = False) -> Case:

@@ -13,22 +13,22 @@ from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.operators import provider
 from rl_engine.ops.rms_norm import as_heads
 from rl_engine.ops.rope import RopeTable
-from rl_engine.ops.rope.triton import can_fuse, qk_norm_rope
+from rl_engine.ops.rope.triton import can_fuse, qk_norm_rope, qk_norm_rope_backward
 from rl_engine.ops.sample import DrawKey
 from rl_engine.ops.weight import Part, Weight
 from rl_engine.qualify.gpu.data import Inputs, differing
-from rl_engine.qualify.gpu.products import Case
+from rl_engine.qualify.gpu.products import Case, close
 
 LAYOUT = PackedLayout((1, 17, 85, 200), (1, 3))
 
 
+PARTS = ("norms", "rotation", "swiglu", "update", "draws")
+
+
 def prove(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
     """Norms, rotation, update and draws at the model's widths, on a few hundred tokens."""
-    yield from _norm(config, inputs)
-    yield from _rotation(config, inputs)
-    yield from _swiglu(config, inputs)
-    yield from _update(config, inputs)
-    yield from _draws(inputs)
+    for part in PARTS:
+        yield from globals()[part](config, inputs)
 
 
 def _case(operator: str, what: str, found: Tensor, expected: Tensor, control: bool = False) -> Case:
@@ -44,7 +44,7 @@ def _pair(inputs: Inputs, width: int) -> tuple[Weight, Weight]:
     return both
 
 
-def _norm(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
+def norms(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
     tested, reference = provider("rms_norm", "triton"), provider("rms_norm", "reference")
     x, dy = (inputs.normal(LAYOUT.tokens, config.hidden) for _ in range(2))
     here, there = _pair(inputs, config.hidden)
@@ -54,6 +54,16 @@ def _norm(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
     yield _case("rms_norm", "backward", tested.gradients(dy, x, here, eps, LAYOUT), expected)
     assert here.grad is not None and there.grad is not None
     yield _case("rms_norm", "gain", here.grad, there.grad)
+    branch = torch.randn(x.shape, generator=inputs.random, device=x.device)
+    stream = (x.float() + branch).bfloat16()
+    added, normed = tested.forward_residual(x, branch, here, eps)
+    yield _case("rms_norm", "residual", added, stream)
+    yield _case("rms_norm", "forward behind the residual", normed, reference.forward(stream.cpu(), there, eps))
+    gain = there.grad.clone()
+    here.grad.fill_(0.5)
+    joined = tested.backward_with_gain(dy, x, here, eps, LAYOUT, stream)
+    yield _case("rms_norm", "backward with residual", joined, (stream.cpu().float() + expected.float()).bfloat16())
+    yield _case("rms_norm", "gain beside the residual", here.grad, gain)
     terms = as_heads(inputs.order_revealing(config.hidden, LAYOUT.tokens).T.float().contiguous())
     expected = reference.unit_sums(terms.cpu(), LAYOUT)
     yield _case("rms_norm", "order-revealing gain terms", tested.unit_sums(terms, LAYOUT), expected)
@@ -61,7 +71,7 @@ def _norm(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
     yield _case("rms_norm", "torch's sum of gain terms", plain, expected, control=True)
 
 
-def _rotation(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
+def rotation(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
     width, heads, eps = config.head_dim, 2 * (config.heads // config.kv_heads), config.norm_eps
     norm, rope = provider("qk_norm", "reference"), provider("rope", "reference")
     table = RopeTable.build(config.inverse_frequencies(), 256)
@@ -73,29 +83,54 @@ def _rotation(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
         yield _case("rope", f"sign {sign:+.0f}", found, rope.rotate(q.cpu(), LAYOUT.positions, table, sign))
     if not config.qk_norm:
         return
-    (wq, cpu_q), (wk, cpu_k) = _pair(inputs, width), _pair(inputs, width)
-    normed = norm.forward(q.cpu(), cpu_q, eps)
-    yield _case("qk_norm", "forward", provider("qk_norm", "triton").forward(q, wq, eps), normed)
-    if can_fuse(width):
-        found = qk_norm_rope(q, k, wq, wk, eps, positions, there)
-        yield _case("qk_norm", "with RoPE, q", found[0], rope.rotate(normed, LAYOUT.positions, table, 1.0))
-        normed = norm.forward(k.cpu(), cpu_k, eps)
-        yield _case("qk_norm", "with RoPE, k", found[1], rope.rotate(normed, LAYOUT.positions, table, 1.0))
+    grads = inputs.normal(*q.shape), inputs.normal(*k.shape)
+    pairs = _pair(inputs, width), _pair(inputs, width)
+    weights = tuple(pair[0] for pair in pairs)
+    for name, x, dy, (here, cpu) in zip("qk", (q, k), grads, pairs, strict=True):
+        expected = norm.forward(x.cpu(), cpu, eps)
+        yield _case("qk_norm", f"forward, {name}", provider("qk_norm", "triton").forward(x, here, eps), expected)
+        turned = rope.rotate(dy.cpu(), LAYOUT.positions, table, -1.0)
+        expected = norm.gradients(turned, x.cpu(), cpu, eps, LAYOUT)
+        found = provider("qk_norm", "triton").gradients(turned.to(x.device), x, here, eps, LAYOUT)
+        yield _case("qk_norm", f"backward, {name}", found, expected)
+        assert here.grad is not None and cpu.grad is not None
+        yield _case("qk_norm", f"gain, {name}", here.grad, cpu.grad)
+        here.grad.fill_(0.5)
+    if not can_fuse(width):
+        return
+    joined = qk_norm_rope(q, k, *weights, eps, positions, there)
+    back = qk_norm_rope_backward(*grads, q, k, *weights, eps, positions, there, LAYOUT)
+    for i, (name, x, (here, cpu)) in enumerate(zip("qk", (q, k), pairs, strict=True)):
+        expected = rope.rotate(norm.forward(x.cpu(), cpu, eps), LAYOUT.positions, table, 1.0)
+        yield _case("qk_norm", f"with RoPE, {name}", joined[i], expected)
+        assert here.grad is not None and cpu.grad is not None
+        yield _case("qk_norm", f"with RoPE, gain, {name}", here.grad, cpu.grad)
+        cpu.grad.fill_(0.5)
+        turned = rope.rotate(grads[i].cpu(), LAYOUT.positions, table, -1.0)
+        expected = norm.gradients(turned, x.cpu(), cpu, eps, LAYOUT)
+        yield _case("qk_norm", f"with RoPE, backward, {name}", back[i], expected)
 
 
-def _swiglu(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
-    """torch cannot write ``ex2.approx``: a few columns alone against the whole row, where they lie in other threads."""
+def swiglu(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
+    """torch cannot write ``ex2.approx``: values against fp64, and bits of a few columns alone against the whole row,
+    where they lie in other threads."""
     tested, width = provider("swiglu", "triton"), config.intermediate
     x, da = inputs.normal(33, 2 * width, scale=3.0), inputs.normal(33, width)
+    out, whole = tested.forward(x), tested.backward(da, x)
+    g, u = (half.double().requires_grad_() for half in x.chunk(2, 1))
+    exact = torch.nn.functional.silu(g) * u
+    gradient = torch.cat(torch.autograd.grad(exact, (g, u), da.double()), 1)
+    yield close("swiglu", "forward, fp64", out, exact.detach(), 2**-8, 1e-9)
+    yield close("swiglu", "backward, fp64", whole, gradient, 2**-7, 1e-5)
     cut = max(width - 5, 1)
     part = torch.cat([x[:, width - cut : width], x[:, 2 * width - cut :]], 1)
-    yield _case("swiglu", "forward, columns alone", tested.forward(part), tested.forward(x)[:, width - cut :])
-    found, whole = tested.backward(da[:, width - cut :].contiguous(), part), tested.backward(da, x)
+    yield _case("swiglu", "forward, columns alone", tested.forward(part), out[:, width - cut :])
+    found = tested.backward(da[:, width - cut :].contiguous(), part)
     expected = torch.cat([whole[:, width - cut : width], whole[:, 2 * width - cut :]], 1)
     yield _case("swiglu", "backward, columns alone", found, expected)
 
 
-def _update(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
+def update(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
     device = inputs.random.device
     ids = torch.randint(0, 20, (400,), generator=inputs.random, device=device)
     rows = inputs.order_revealing(config.hidden, 400).T.contiguous()
@@ -119,12 +154,16 @@ def _update(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
     yield Case("grad_norm", "triton", "bins", expected.numel(), int((found.cpu() != expected).sum()))
 
 
-def _draws(inputs: Inputs) -> Iterator[Case]:
-    """Tokens of the reference, and a row alone in bits."""
+def draws(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
+    """Tokens of the reference, with a retained set too, and a row alone in bits."""
+    del config  # a row of noise has no model's size
+    tested, reference = provider("sample", "triton"), provider("sample", "reference")
     z = torch.randn(7, 5003, generator=inputs.random, device=inputs.random.device) * 3
+    mask = torch.randint(0, 256, (7, 626), generator=inputs.random, device=z.device).to(torch.uint8)
     keys = [DrawKey(2**32 - 1, 1, 5, 3, position) for position in range(7)]
-    score, token = provider("sample", "triton").best(z, 0, 0.7, None, keys)
-    expected = provider("sample", "reference").best(z.cpu(), 0, 0.7, None, keys)[1]
-    yield Case("sample", "triton", "tokens", 7, int((token.cpu() != expected).sum()))
-    alone = provider("sample", "triton").best(z[4:5], 0, 0.7, None, keys[4:5])[0]
-    yield _case("sample", "a row alone", alone, score[4:5])
+    for kind, bits in (("", None), (", retained set", mask)):
+        score, token = tested.best(z, 0, 0.7, bits, keys)
+        expected = reference.best(z.cpu(), 0, 0.7, None if bits is None else bits.cpu(), keys)[1]
+        yield Case("sample", "triton", f"tokens{kind}", 7, int((token.cpu() != expected).sum()))
+        alone = tested.best(z[4:5], 0, 0.7, None if bits is None else bits[4:5], keys[4:5])[0]
+        yield _case("sample", f"a row alone{kind}", alone, score[4:5])

@@ -406,16 +406,18 @@ def prove(
 def _gpu_table(config: ModelConfig) -> tuple[str, tuple[Case, ...]]:
     """(digest of the GPU's own proof, one failed case where it is missing, stale or of another model)."""
     from rl_engine.ops import gemm_table
-    from rl_engine.qualify.gpu.run import shapes
+    from rl_engine.qualify.gpu.run import model, shapes
 
     try:
         table = gemm_table.current()
         lacking = [str(shape) for shape in shapes(config) if str(shape) not in table.entries]
         if lacking:
             raise gemm_table.NotQualified(f"{len(lacking)} shapes of this model were not proven, first {lacking[0]}")
+        if model(config) not in table.models:
+            raise gemm_table.NotQualified(f"attention and row operators were not proven for {model(config)}")
     except gemm_table.NotQualified as error:
         return "", (Case("linear", "cublaslt", str(error), 1, 1),)
-    return table.digest, ()
+    return table.models[model(config)], ()
 
 
 def _sources() -> str:

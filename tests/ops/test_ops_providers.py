@@ -135,7 +135,7 @@ def test_fallback_is_consistent_here_or_refused() -> None:
         return
     from rl_engine.models.config import ModelConfig
     from rl_engine.numerics.contract import Contract
-    from rl_engine.qualify import prove
+    from rl_engine.qualify.proof import prove
 
     sizes = {"layers": 1, "hidden": 1061, "intermediate": 1061, "heads": 4, "kv_heads": 2, "head_dim": 32}
     shape = {"architecture": "LlamaForCausalLM", "vocabulary": 503, "tied": False, "qk_norm": False}

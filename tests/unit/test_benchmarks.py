@@ -99,6 +99,25 @@ def test_gpu_figures_of_earlier_code_are_called_stale(monkeypatch: pytest.Monkey
     assert [row.verdict() for row in result.rows] == ["missed", "must"]
 
 
+def test_gpu_figures_by_hand_stay_until_a_result_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.gpu import Proof, Result, Row, pages
+
+    marks = {name: pages.PAGE.read_text().count(f"<!-- gpu results: {name} -->") for name in pages.FAMILIES}
+    assert set(marks.values()) == {1}, "every family has its place on the page"
+    page = "a\n<!-- gpu results: rows -->\n\nby hand\n\n<!-- end -->\nz\n"
+    found: dict[str, Result] = {}
+    monkeypatch.setattr(pages, "stored", lambda family: json.loads(found[family].json()) if found else None)
+    assert pages.rendered(page, lambda family: "a" * 64) == page
+    found["rows"] = Result("rows", "a" * 64, dict.fromkeys(("name", "driver", "torch", "triton"), "x"))
+    found["rows"].rows.append(Row("norm forward", 0.9, 0.85, 0.95, "bytes"))
+    found["rows"].ended = "out of time"
+    found["rows"].proofs += [Proof("split-K", 8, 3, True), Proof("tf32", 8, 0, True), Proof("dx", 8, 1)]
+    made = pages.rendered(page, lambda family: "a" * 64)
+    assert "by hand" not in made and "| norm forward | 0.900 | 0.85 | 0.95 | bytes |" in made
+    assert "1 of 3 proofs held over 24 outputs; caught controls: split-K.\n\n**Failed**: tf32, dx.\n" in made
+    assert "The run ended early (out of time)" in made and made.startswith("a\n") and made.endswith("<!-- end -->\nz\n")
+
+
 def test_gpu_families_name_sources_that_exist() -> None:
     from benchmarks.gpu import FAMILIES
     from benchmarks.gpu.pages import current_digest

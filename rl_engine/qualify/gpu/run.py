@@ -1,7 +1,8 @@
-"""The whole proof on one GPU: shapes of a model and its TP slices; products, logp, controls; table, prices, digest."""
+"""The whole proof on one GPU: shapes of a model and its TP slices; every operator, controls; table, prices, digest."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import hashlib
 import importlib
@@ -10,16 +11,17 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rl_engine.models.config import ModelConfig
 from rl_engine.ops import gemm_table, triton_gemm
-from rl_engine.ops.gemm_table import Choice, Table
+from rl_engine.ops.gemm_table import Choice, NotQualified, Table
 from rl_engine.ops.selected_logp import group_columns
 from rl_engine.ops.triton_gemm import Tile
-from rl_engine.qualify.gpu import logp
 from rl_engine.qualify.gpu.controls import wrong_product
 from rl_engine.qualify.gpu.data import Inputs, differing, poisoned
 from rl_engine.qualify.gpu.products import (
@@ -35,8 +37,9 @@ from rl_engine.qualify.gpu.products import (
     tiles,
 )
 
-# Modules with prove(config, inputs) -> Iterator[Case]: the operators that are no matrix product.
-PROVERS: tuple[str, ...] = ()
+# Operators that are no matrix product. PARTS of a module names its functions (config, inputs) -> Iterator[Case]; each
+# runs in a process of its own, so that they compile side by side and one that breaks the device breaks no other.
+PROVERS = ("rl_engine.qualify.gpu_attention", "rl_engine.qualify.gpu_rows", "rl_engine.qualify.gpu_logp")
 
 
 @dataclasses.dataclass
@@ -111,41 +114,131 @@ def shapes(config: ModelConfig, tp_sizes: Sequence[int] = (1,)) -> list[Shape]:
     return list(dict.fromkeys(found))
 
 
+def model(config: ModelConfig) -> str:
+    """The sizes that the kernels of a model's operators see, as the table names them."""
+    c = config
+    heads = f"{c.heads} and {c.kv_heads} heads of {c.head_dim}" + (" with QK norm" if c.qk_norm else "")
+    return f"hidden {c.hidden}, inner {c.intermediate}, {heads}, vocabulary {c.vocabulary}"
+
+
 def prove(
     config: ModelConfig,
     tp_sizes: Sequence[int] = (1,),
     points: Sequence[int] = POINTS,
     say: Callable[[str], None] = lambda line: None,
 ) -> GpuQualification:
-    """Proves and times every shape; about a minute for one model on an H200.
+    """Proves every operator and times every product; one to three minutes for one model on an H200.
 
     Raises:
-        NotQualified: no candidate of a shape held.
+        NotQualified: the driver does not say its version.
     """
-    started, inputs = time.perf_counter(), Inputs()
+    started, identity, inputs = time.perf_counter(), gemm_table.identity(), Inputs()
     wanted = shapes(config, tp_sizes)
-    warm(wanted, points)
-    say(f"kernels compiled in {time.perf_counter() - started:.0f} s")
-    cases, entries, prices, proven = list(tails(inputs)) + list(controls(inputs)), {}, {}, {}
+    with _pool(PROVER_PROCESSES, 1) as pool:
+        parts = submit(pool, config)
+        warm(wanted, points)
+        say(f"{time.perf_counter() - started:.0f} s: kernels of the products compiled")
+        cases, entries, prices, proven = list(tails(inputs)) + list(controls(inputs)), {}, {}, {}
+        cases += collect(parts)  # no product is timed while another process is at work on the device
+    say(f"{time.perf_counter() - started:.0f} s: other operators compared")
     for shape in wanted:
         prover = (Folds if shape.kind == "fold" else Products)(shape, inputs)
         rows = UNIT_POINTS if shape.kind == "fold" else tuple(points)
         if shape.kind == "logits" and shape.columns == config.vocabulary:
             rows = tuple(n for n in rows if n <= 256)  # decoding; scoring goes by groups
-        entries[str(shape)], prices[str(shape)] = prover.choose(rows)
-        if shape.kind != "fold":
-            prover.census(max(rows))
+        try:
+            entries[str(shape)], prices[str(shape)] = prover.choose(rows)
+            if shape.kind != "fold":
+                prover.census(max(rows))
+            proven[str(shape)] = sorted(prover.proven)
+        except NotQualified as error:  # the other shapes are still proven, and named where they fail
+            cases.append(Case("linear", "every candidate", str(error), 1, 1))
         cases += prover.cases
-        proven[str(shape)] = sorted(prover.proven)
-        say(f"{shape}: " + ", ".join(f"{n} {_name(c)} {c.microseconds:.0f}us" for n, c in entries[str(shape)]))
+        chosen = ", ".join(f"{n} {_name(c)} {c.microseconds:.0f}us" for n, c in entries.get(str(shape), ()))
+        say(f"{time.perf_counter() - started:.0f} s: {shape}: {chosen}")
         torch.cuda.empty_cache()
-    cases += list(logp.prove(config.vocabulary, inputs))
-    for module in PROVERS:
-        cases += list(importlib.import_module(module).prove(config, inputs))
-    table = Table(gemm_table.identity(), entries, proven=proven)
+    table = Table(identity, entries, proven=proven)
     body = [table.json(), [dataclasses.asdict(case) for case in cases], dataclasses.asdict(config)]
     table.digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    return GpuQualification(table, cases, prices, time.perf_counter() - started)
+    found = GpuQualification(table, cases, prices, time.perf_counter() - started)
+    if not found.failed:
+        table.models[model(config)] = table.digest
+    return found
+
+
+PROVER_PROCESSES = 8
+Part = tuple[str, str]  # module, function
+
+
+def submit(
+    pool: ProcessPoolExecutor, config: ModelConfig, provers: Sequence[str] = PROVERS
+) -> dict[Part, Future[list[Case]]]:
+    """Starts every part of the provers."""
+    parts = [(module, name) for module in provers for name in importlib.import_module(module).PARTS]
+    return {part: pool.submit(prove_part, part, config) for part in parts}
+
+
+def prove_part(part: Part, config: ModelConfig) -> list[Case]:
+    """The cases of one part; whatever keeps it from its end is one more, which fails and says why."""
+    found: list[Case] = []
+    try:
+        for case in getattr(importlib.import_module(part[0]), part[1])(config, Inputs()):
+            found.append(case)
+    except Exception as error:
+        found.append(_broken(part, error))
+    return found
+
+
+def collect(parts: dict[Part, Future[list[Case]]]) -> list[Case]:
+    """All cases, in the order of the parts; a part whose process died is a case that fails."""
+    found: list[Case] = []
+    for part, future in parts.items():
+        try:
+            found += future.result()
+        except concurrent.futures.BrokenExecutor as error:
+            found.append(_broken(part, error))
+    return found
+
+
+def _broken(part: Part, error: Exception) -> Case:
+    operator, reason = part[0].rpartition(".")[2].removeprefix("gpu_"), " ".join(str(error).split())[:160]
+    return Case("proof", operator, f"{operator} {part[1]} broke off, {type(error).__name__}: {reason}", 1, 1)
+
+
+def _pool(processes: int, tasks: int | None = None) -> ProcessPoolExecutor:
+    """Fresh interpreters, since a forked one cannot use the device."""
+    return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=tasks)
+
+
+def kept(config: ModelConfig, tp_sizes: Sequence[int] = (1,)) -> dict[str, Any] | None:
+    """The record of a fresh proof of these shapes on this device, driver, versions and sources; None without one."""
+    try:
+        table = gemm_table.current()
+    except NotQualified:
+        return None
+    digest = table.models.get(model(config))
+    if digest is None or any(str(shape) not in table.entries for shape in shapes(config, tp_sizes)):
+        return None
+    try:
+        record = json.loads(record_path(digest).read_text())
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and record.get("digest") == digest else None
+
+
+def keep(found: GpuQualification) -> None:
+    """Puts a proof in force and keeps its record; one that failed puts itself in the place of every earlier one."""
+    if not found.failed:
+        gemm_table.keep(found.table)
+        record_path(found.table.digest).write_text(json.dumps(found.record(), indent=1))
+        return
+    first = found.failed[0]
+    reason = f"{first.operator}, {first.provider}: {first.what}; {len(found.failed)} in all"
+    gemm_table.keep(Table(found.table.identity, {}, found.table.digest, failed=reason))
+
+
+def record_path(digest: str) -> Path:
+    return gemm_table.path().with_name(f"gpu-proof-{digest[:16]}.json")
 
 
 def _name(choice: Choice) -> str:
@@ -186,8 +279,8 @@ def warm(wanted: Sequence[Shape], points: Sequence[int]) -> None:
     if count < 2:
         return
     ordered = sorted(jobs, key=str)
-    with multiprocessing.get_context("spawn").Pool(count) as pool:
-        pool.map(_compile, ordered, chunksize=max(1, len(ordered) // (4 * count)))
+    with _pool(count) as pool:
+        list(pool.map(_compile, ordered, chunksize=max(1, len(ordered) // (4 * count))))
 
 
 def _compile(job: tuple[str, Tile]) -> None:

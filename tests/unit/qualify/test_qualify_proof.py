@@ -145,7 +145,7 @@ def test_gpu_providers_need_a_fresh_proof_of_this_model(tmp_path, monkeypatch) -
     """Without one, with a stale one, or with one of other shapes, a consistency run is refused; with it the digest goes
     into the qualification's."""
     gemm_table = pytest.importorskip("rl_engine.ops.gemm_table")
-    from rl_engine.qualify.gpu.run import shapes
+    from rl_engine.qualify.gpu.run import model, shapes
 
     monkeypatch.setattr(gemm_table, "path", lambda: tmp_path / "table.json")
     monkeypatch.setattr(gemm_table, "identity", lambda: {"device": "one", "driver": "1"})
@@ -159,7 +159,8 @@ def test_gpu_providers_need_a_fresh_proof_of_this_model(tmp_path, monkeypatch) -
     entries = {str(shape): [(1, choice)] for shape in shapes(SMALL)}
     digests = []
     for digest in ("a" * 64, "b" * 64):
-        gemm_table.keep(gemm_table.Table({"device": "one", "driver": "1"}, entries, digest))
+        models = {model(SMALL): digest}
+        gemm_table.keep(gemm_table.Table({"device": "one", "driver": "1"}, entries, digest, models=models))
         proof = prove(SMALL, sides, Contract())
         assert proof.failed == ()
         digests.append(proof.digest)
@@ -168,36 +169,12 @@ def test_gpu_providers_need_a_fresh_proof_of_this_model(tmp_path, monkeypatch) -
     assert "stale (other driver)" in prove(SMALL, sides, Contract()).failed[0].what
     gemm_table.keep(gemm_table.Table({"device": "one", "driver": "1"}, dict(list(entries.items())[1:]), "a" * 64))
     assert "1 shapes of this model were not proven" in prove(SMALL, sides, Contract()).failed[0].what
+    gemm_table.keep(gemm_table.Table({"device": "one", "driver": "1"}, entries, "a" * 64))
+    assert "attention and row operators were not proven for hidden 96" in prove(SMALL, sides, Contract()).failed[0].what
+    failed = gemm_table.Table({"device": "one", "driver": "1"}, {}, "a" * 64, failed="attention, triton: dQ; 1 in all")
+    gemm_table.keep(failed)
+    assert "the last proof failed (attention, triton: dQ; 1 in all)" in prove(SMALL, sides, Contract()).failed[0].what
     gemm_table.current.cache_clear()
-
-
-@pytest.mark.parametrize("sound", [True, False])
-def test_qualify_on_a_gpu_keeps_a_table_only_when_nothing_failed(tmp_path, monkeypatch, capsys, sound: bool) -> None:  # type: ignore[no-untyped-def]
-    """The command around the proof; the proof itself needs a GPU and is tested there."""
-    gemm_table = pytest.importorskip("rl_engine.ops.gemm_table")
-    from rl_engine.qualify import cli
-    from rl_engine.qualify.gpu import run
-    from rl_engine.qualify.gpu.products import Case as GpuCase
-
-    cases = [GpuCase("controls", "control", "split-K", 256, 9 if sound else 0, True)]
-    cases.append(GpuCase("product", "cublaslt", "forward 8x16 1 rows, order", 8, 3))
-    table = gemm_table.Table({"device": "one"}, {"forward 8x16": [(1, gemm_table.Choice(None, "00" * 64))]}, "d" * 64)
-    prices = {"forward 8x16": {1: (3.0, 2.0)}, "dx 16x8": {1: (1.0, 1.0)}, "fold 8x16": {64: (1.0, 4.0)}}
-    found = run.GpuQualification(table, cases, prices, 1.5)
-    asked = []
-    monkeypatch.setattr(run, "prove", lambda config, tp, say: asked.append(tp) or found)
-    monkeypatch.setattr(gemm_table, "path", lambda: tmp_path / "table.json")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert cli.main(["--tp", "4", "--tp", "2"]) == (0 if sound else 1)
-    out, err = capsys.readouterr()
-    assert asked == [(1, 2, 4)]
-    assert ("split-K: caught" if sound else "split-K: NOT CAUGHT") in out
-    assert "L1-L3 forward, time against native: 1 rows 1.5" in out and "L4 dW, time against native: 64 rows 0.25" in out
-    assert f"{0 if sound else 1} failed, 1 candidates refuted and not chosen" in out
-    assert (tmp_path / "table.json").is_file() == sound
-    assert ("kept in" if sound else "nothing kept") in err
-    assert cli.main(["--provider", "gpu", "--json"]) == (0 if sound else 1)
-    assert '"refuted"' in capsys.readouterr().out
 
 
 def test_qualify_names_its_providers() -> None:
