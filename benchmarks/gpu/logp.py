@@ -43,24 +43,32 @@ def baseline(z: Tensor, targets: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def prove(device: Device) -> Iterator[Proof]:
-    """The variants of ``qualify``, and the whole score, forward and backward, table against Triton alone."""
+    """The variants of ``qualify``, and the whole score, forward and backward, by the table and with the logits kept,
+    against Triton's tiles alone and logits computed again."""
     for case in proof.prove(VOCABULARY, Inputs(7)):
         yield Proof(f"{case.operator} {case.what}", case.elements, case.differing, case.control)
     device.check()
     qualified()
     weight, hidden, targets, c = _inputs(device, 1100, 20000)
     layout = PackedLayout((300, 1, 499, 300), (2, 1, 1))
-    sides = []
-    for products in ("cublaslt", "triton"):
-        weight.enable_training()
-        x = hidden.detach().requires_grad_()
-        rows = torch.arange(0, 1100, device="cuda")[torch.arange(1100, device="cuda") % 3 != 1]
-        head, logp = provider("lm_head", products), provider("selected_logp", "triton")
-        found = logp.score(x, weight, targets[rows], 0.8, None, layout, rows, head)
-        found[0].backward(c[rows])
-        sides.append((*found, x.grad, weight.grad))
-    for name, a, b in zip(("logp", "entropy", "dH", "dW"), *sides, strict=True):
-        yield Proof(f"score {name}, table against Triton", a.numel(), differing(a.detach(), b.detach()))
+    rows = torch.arange(0, 1100, device="cuda")[torch.arange(1100, device="cuda") % 3 != 1]
+    mask = proof.random_mask(targets[rows], 20000, Inputs(8))
+    for bits, kind in ((None, ""), (mask, ", retained set")):
+        sides = []
+        for products, cleared in (("cublaslt", True), ("cublaslt", False), ("triton", True), ("triton", False)):
+            weight.enable_training()
+            if not cleared:
+                assert weight.grad is not None  # read: no logits are kept in it
+            x, head = hidden.detach().requires_grad_(), provider("lm_head", products)
+            found = provider("selected_logp", "triton").score(
+                *(x, weight, targets[rows], 0.8, bits, layout, rows, head)
+            )
+            found[0].backward(c[rows])
+            sides.append((f"{products}{', logits kept' if cleared else ''}", (*found, x.grad, weight.grad)))
+        anchor = sides.pop()[1]
+        for what, side in sides:
+            for name, a, b in zip(("logp", "entropy", "dH", "dW"), side, anchor, strict=True):
+                yield Proof(f"score {name}{kind}, {what}", a.numel(), differing(a.detach(), b.detach()))
 
 
 def _inputs(device: Device, tokens: int, vocabulary: int) -> tuple[Weight, Tensor, Tensor, Tensor]:
@@ -73,41 +81,33 @@ def _inputs(device: Device, tokens: int, vocabulary: int) -> tuple[Weight, Tenso
 def measure(device: Device) -> Iterator[Row]:
     qualified()
     weight, hidden, targets, c = _inputs(device, TOKENS, VOCABULARY)
-    head, logp = provider("lm_head", "cublaslt"), provider("selected_logp", "triton")
-    rows = torch.arange(TOKENS, device="cuda")
     hidden.requires_grad_()
-    times, forward = _against_baseline(device, weight, hidden, targets, c, rows)
-    detail = {"forward and backward": times, "forward": forward}
+    weight.enable_training()
+    task = _Task(weight, hidden, targets, c)
+    first, later, forward = task.times(device)
+    size = f"{TOKENS} x {VOCABULARY}"
+    baseline_name = "cuBLAS logits, fp32 log_softmax, gather, entropy, autograd"
     yield Row(
-        f"logp and entropy, forward and backward, {TOKENS} x {VOCABULARY}",
-        *(times["baseline"] / times["ours"], 1.2, 1.6, "cuBLAS logits, fp32 log_softmax, gather, entropy, autograd"),
-        detail=detail,
+        f"logp and entropy, forward and backward, {size}",
+        *(first["baseline"] / first["ours"], 1.2, 1.6, baseline_name),
+        detail={"a step's first micro-batch": first, "later ones": later, "forward": forward},
     )
     yield Row(
-        f"logp and entropy, forward, {TOKENS} x {VOCABULARY}",
+        f"logp and entropy, forward and backward into a gradient that holds others, {size}",
+        *(later["baseline"] / later["ours"], None, None, f"{baseline_name}, added to its gradient"),
+    )
+    yield Row(
+        f"logp and entropy, forward, {size}",
         *(forward["baseline"] / forward["ours"], None, None, "the same, without gradient"),
     )
-    logits = 4 * TOKENS * VOCABULARY
-
-    def kept() -> tuple[Tensor, Tensor]:
-        found, entropy = logp.score(hidden, weight, targets, 1.0, None, LAYOUT, rows, head)
-        found.backward(c)
-        return found, entropy
-
-    def peak() -> int:
-        def run() -> None:
-            kept()
-            hidden.grad = None
-
-        return device.peak(run)
-
-    outputs = 2 * TOKENS * HIDDEN + 8 * TOKENS
-    extra = peak() - outputs
+    logits, outputs = 4 * TOKENS * VOCABULARY, 2 * TOKENS * HIDDEN + 8 * TOKENS
+    extra = {name: device.peak(run) - outputs for name, run in (("first", task.first), ("later", task.later))}
     yield Row(
-        "peak extra memory", extra / logits, 0.05, 0.035, "fp32 logits", at_most=True,
+        "peak extra memory", max(extra.values()) / logits, 0.05, 0.035, "fp32 logits", at_most=True,
         detail={"extra bytes": extra, "output bytes": outputs, "logits bytes": logits},
     )  # fmt: skip
     hidden.grad = weight.grad = None
+    del task
     torch.cuda.empty_cache()
     yield from _from_logits(device, targets, c)
 
@@ -115,34 +115,55 @@ def measure(device: Device) -> Iterator[Row]:
 Times = dict[str, float]
 
 
-def _against_baseline(
-    device: Device, weight: Weight, hidden: Tensor, targets: Tensor, c: Tensor, rows: Tensor
-) -> tuple[Times, Times]:
-    """Microseconds of (forward and backward, forward alone); hidden takes a gradient."""
-    head, logp = provider("lm_head", "cublaslt"), provider("selected_logp", "triton")
-    plain = weight.value.detach().requires_grad_()
-    weight.enable_training()
+class _Task:
+    """From hidden states to the gradients of them and of the head; the head's fp32 gradient is there beforehand."""
 
-    def native() -> None:
-        baseline(hidden @ plain.T, targets, c)
-        hidden.grad = plain.grad = None
+    def __init__(self, weight: Weight, hidden: Tensor, targets: Tensor, c: Tensor) -> None:
+        self.weight, self.hidden, self.targets, self.c = weight, hidden, targets, c
+        self.plain = weight.value.detach().requires_grad_()
+        self.rows = torch.arange(TOKENS, device="cuda")
+        self.head, self.logp = provider("lm_head", "cublaslt"), provider("selected_logp", "triton")
 
-    def ours() -> None:
-        found, _ = logp.score(hidden, weight, targets, 1.0, None, LAYOUT, rows, head)
-        found.backward(c)
-        hidden.grad = None
+    def score(self) -> tuple[Tensor, Tensor]:
+        return self.logp.score(self.hidden, self.weight, self.targets, 1.0, None, LAYOUT, self.rows, self.head)
 
-    def ours_forward() -> None:
-        with torch.no_grad():
-            logp.score(hidden, weight, targets, 1.0, None, LAYOUT, rows, head)
+    def first(self) -> None:
+        """The step's first micro-batch: nothing was added to the gradient yet."""
+        self.weight.clear_gradient()
+        self.score()[0].backward(self.c)
+        self.hidden.grad = None
 
-    def native_forward() -> None:
-        with torch.no_grad():
-            logps = (hidden @ plain.T).float().log_softmax(-1)
-            (-(logps.exp() * logps).sum(-1), logps.gather(1, targets[:, None]))
+    def later(self) -> None:
+        assert self.weight.grad is not None  # read: no memory is lent
+        self.score()[0].backward(self.c)
+        self.hidden.grad = None
 
-    both = device.times({"ours": [ours], "baseline": [native]}, 0.2, graph=False)
-    return both, device.times({"ours": [ours_forward], "baseline": [native_forward]}, 0.1, graph=False)
+    def native(self, *, first: bool) -> None:
+        if first:
+            self.plain.grad = None
+        baseline(self.hidden @ self.plain.T, self.targets, self.c)
+        self.hidden.grad = None
+
+    def times(self, device: Device) -> tuple[Times, Times, Times]:
+        """Microseconds of (a first micro-batch, a later one, forward alone)."""
+
+        def ours_forward() -> None:
+            with torch.no_grad():
+                self.score()
+
+        def native_forward() -> None:
+            with torch.no_grad():
+                logps = (self.hidden @ self.plain.T).float().log_softmax(-1)
+                (-(logps.exp() * logps).sum(-1), logps.gather(1, self.targets[:, None]))
+
+        pairs = (
+            (self.first, lambda: self.native(first=True), 0.25),
+            (self.later, lambda: self.native(first=False), 0.15),
+            (ours_forward, native_forward, 0.1),
+        )
+        found = [device.times({"ours": [a], "baseline": [b]}, seconds, graph=False) for a, b, seconds in pairs]
+        self.plain.grad = None
+        return found[0], found[1], found[2]
 
 
 def _from_logits(device: Device, targets: Tensor, c: Tensor) -> Iterator[Row]:

@@ -29,15 +29,19 @@ def times_weight(
     *,
     out_f32: bool = False,
     columns: tuple[int, int] | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """x bf16 [T, K] times W[N, K]^T: bf16 [T, N], or fp32; ``columns`` (first, last) takes a slice of N.
 
-    With a packed weight a slice must start at a multiple of 32.
+    Written into ``out`` (contiguous columns) where it is given. With a packed weight a slice must start at a multiple
+    of 32.
     """
     n, k = weight.shape
     first, last = columns or (0, n)
     x = x.contiguous()
-    out = torch.empty(x.shape[0], last - first, dtype=torch.float32 if out_f32 else torch.bfloat16)
+    dtype = torch.float32 if out_f32 else torch.bfloat16
+    out = torch.empty(x.shape[0], last - first, dtype=dtype) if out is None else out
+    assert out.shape == (x.shape[0], last - first) and out.dtype == dtype and out.stride(1) == 1
     kind = OUT_F32 if out_f32 else OUT_BF16 if residual is None else OUT_BF16_RESIDUAL
     if weight.packed is not None:
         assert first % PANEL == 0
@@ -48,7 +52,7 @@ def times_weight(
         residual = residual.contiguous()
     load().rlk_gemm(
         *(x.shape[0], last - first, k, x.data_ptr(), k, 1, b.data_ptr(), b_k, b_column),
-        *(kind, out.data_ptr(), last - first, residual.data_ptr() if residual is not None else None, last - first),
+        *(kind, out.data_ptr(), out.stride(0), residual.data_ptr() if residual is not None else None, last - first),
     )
     return out
 

@@ -202,10 +202,9 @@ class TrainEngine:
         """A zero gradient of own rows, or of all rows where each rank sums its own tokens."""
         local = self.settings.gradients == "deterministic"
         rows = (0, weight.shape[0]) if local else self.own_rows(weight)
-        if weight.grad is None or weight.grad_rows != rows:
+        if not weight.trains or weight.grad_rows != rows:
             weight.enable_training(rows)
-        assert weight.grad is not None
-        weight.grad.zero_()
+        weight.clear_gradient()
         weight.lookups.clear()
 
     def _batches(self, samples: list[Sample]) -> list[MicroBatch]:

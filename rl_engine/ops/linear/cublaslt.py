@@ -24,18 +24,28 @@ class LtLinear(TritonLinear):
         add_units(dy, x, tuple(layout.unit_bounds), grad)
 
 
-def add_units(dy: Tensor, x: Tensor, bounds: triton_gemm.Bounds, grad: Tensor, *, near: bool = False) -> None:
-    """grad fp32 [N, K] += one chain per unit; the table's rows are the mean tokens of a unit."""
+def add_units(
+    dy: Tensor, x: Tensor, bounds: triton_gemm.Bounds, grad: Tensor, *, near: bool = False, empty: bool = False
+) -> None:
+    """grad fp32 [N, K] += one chain per unit; the table's rows are the mean tokens of a unit.
+
+    With ``empty`` grad counts as +0, whatever it holds; the first chain may then be written without reading it.
+    """
     bounds = tuple((first, last) for first, last in bounds if last > first)
     if not bounds:
+        if empty:
+            grad.zero_()
         return
     mean = sum(last - first for first, last in bounds) // len(bounds)
     choice = gemm_table.current().choose("fold", grad.shape[0], grad.shape[1], mean, near=near)
-    if not gemm_table.aligned(dy, x, grad):
-        triton_gemm.fold(dy, x, grad, bounds, fold_tile(dy, x))
-    elif choice.tile is not None:
-        triton_gemm.fold(dy, x, grad, bounds, choice.tile)
-    else:
+    lies_well = gemm_table.aligned(dy, x, grad)
+    if lies_well and choice.tile is None:
         algorithm = bytes.fromhex(choice.algorithm or "")
-        for first, last in bounds:
-            cublaslt.product(dy[first:last].T, x[first:last].T, grad, algorithm, add=True, proven=choice.others)
+        for index, (first, last) in enumerate(bounds):
+            add = index > 0 or not empty
+            cublaslt.product(dy[first:last].T, x[first:last].T, grad, algorithm, add=add, proven=choice.others)
+        return
+    if empty:
+        grad.zero_()
+    tile = choice.tile if lies_well and choice.tile is not None else fold_tile(dy, x)
+    triton_gemm.fold(dy, x, grad, bounds, tile)

@@ -21,3 +21,8 @@ class LtHead(TritonHead):
         self, dz: Tensor, hidden: Tensor, bounds: list[tuple[int, int]], columns: tuple[int, int], grad: Tensor
     ) -> None:
         add_units(dz, hidden, tuple(bounds), grad[columns[0] : columns[1]], near=True)
+
+    def set_unit_gradients(
+        self, dz: Tensor, hidden: Tensor, bounds: list[tuple[int, int]], columns: tuple[int, int], grad: Tensor
+    ) -> None:
+        add_units(dz, hidden, tuple(bounds), grad[columns[0] : columns[1]], near=True, empty=True)

@@ -12,9 +12,12 @@ from rl_engine.ops.weight import Weight
 class ReferenceHead(HeadProvider):
     gemm = staticmethod(chain_gemm)
 
-    def logits(self, hidden: Tensor, weight: Weight, columns: tuple[int, int] | None = None) -> Tensor:
+    def logits(
+        self, hidden: Tensor, weight: Weight, columns: tuple[int, int] | None = None, out: Tensor | None = None
+    ) -> Tensor:
         first, last = columns or (0, weight.shape[0])
-        return self.gemm(hidden, weight.value[first:last].T)
+        z = self.gemm(hidden, weight.value[first:last].T)
+        return z if out is None else out.copy_(z)
 
     def add_input_gradient(self, dz: Tensor, weight: Weight, columns: tuple[int, int], dh: Tensor) -> None:
         dh.add_(self.gemm(dz, weight.value[columns[0] : columns[1]]))

@@ -12,9 +12,12 @@ from rl_engine.ops.weight import Weight
 
 
 class TritonHead(HeadProvider):
-    def logits(self, hidden: Tensor, weight: Weight, columns: tuple[int, int] | None = None) -> Tensor:
+    def logits(
+        self, hidden: Tensor, weight: Weight, columns: tuple[int, int] | None = None, out: Tensor | None = None
+    ) -> Tensor:
         first, last = columns or (0, weight.shape[0])
-        out = torch.empty((hidden.shape[0], last - first), dtype=torch.float32, device=hidden.device)
+        if out is None:
+            out = torch.empty((hidden.shape[0], last - first), dtype=torch.float32, device=hidden.device)
         self.product("logits", hidden, weight.value[first:last], out)
         return out
 

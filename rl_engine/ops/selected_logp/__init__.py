@@ -6,9 +6,13 @@ set exist. Tile of 128 columns: m its maximum, ``l = tree(exp(fl(zs - m)))``, ``
 exp(fl(m - m'))``, ``b = exp(fl(m_t - m'))``, ``l = fl(fl(l a) + fl(l_t b))``, w likewise; the empty state is the
 identity. ``logp = fl(fl(zs_y - m) - log l)``, entropy ``fl(fl(m + log l) - fl(w / l))``.
 
-Backward. Group by group: z recomputed, ``p = exp(fl(fl(zs - m) - log l))``,
+Backward. Group by group: z as in forward, ``p = exp(fl(fl(zs - m) - log l))``,
 ``dz = bf16(fl(fl(c invT) fl(p - [v = y])))`` with ``c = -dL/dlogp``, +0 outside the set; dH's groups are folded
 ascending in fp32 and rounded once; the head's rows of dW per fold unit.
+
+Logits between forward and backward. A trainer's first micro-batch of a step finds the head's gradient cleared: on a
+GPU its memory, fp32 [V, H], holds the logits of as many groups as fit (all of them up to T = H) until the group's rows
+of dW take their place. Every other logit is the same chain computed again; both ways have the same bits.
 
 Masks are packed bits, uint8 [T, ceil(V / 8)], bit v of row t: column v exists. A target outside its set is an input
 error.
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +31,7 @@ from torch import Tensor
 from rl_engine.numerics.contract import Contract
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.lm_head import HeadProvider
-from rl_engine.ops.weight import Weight
+from rl_engine.ops.weight import Loan, Weight
 
 TILE, GROUPS = Contract().logp_tile, Contract().logp_groups
 
@@ -41,6 +46,22 @@ def groups(vocabulary: int) -> list[tuple[int, int]]:
     """(first column, last column + 1) of every group."""
     width = group_columns(vocabulary)
     return [(first, min(first + width, vocabulary)) for first in range(0, vocabulary, width)]
+
+
+def kept_logits(space: Tensor, rows: int) -> list[Tensor]:
+    """Views fp32 [rows, n] of ``space`` fp32 [V, H] for the logits of its first groups, as many as fit.
+
+    The view of a group does not reach into the rows of ``space`` of any group before it, so that those may be
+    overwritten while it is still needed.
+    """
+    (vocabulary, hidden), flat, views = space.shape, space.view(-1), []
+    for first, last in groups(vocabulary):
+        width = -(-(last - first) // 8) * 8  # whole rows of 32 bytes for the copy engine
+        start = first * max(rows, hidden)
+        if start + rows * width > flat.numel():
+            break
+        views.append(flat[start : start + rows * width].view(rows, width)[:, : last - first])
+    return views
 
 
 def check_targets(targets: Tensor, vocabulary: int, mask: Tensor | None) -> None:
@@ -70,6 +91,8 @@ class LogpState:
 
 
 class LogpProvider:
+    keeps_logits = False  # whether a cleared gradient's memory holds logits; where memory is slow it does not pay
+
     def merge_columns(
         self,
         z: Tensor,
@@ -98,12 +121,22 @@ class LogpProvider:
         raise AssertionError("a provider defines logits_gradient")
 
     def scan(
-        self, hidden: Tensor, weight: Weight, inv_t: float, mask: Tensor | None, targets: Tensor, head: HeadProvider
+        self,
+        hidden: Tensor,
+        weight: Weight,
+        inv_t: float,
+        mask: Tensor | None,
+        targets: Tensor,
+        head: HeadProvider,
+        kept: Sequence[Tensor] = (),
     ) -> LogpState:
-        """The state of every row of hidden bf16 [T, H], group by group; the head's GEMM included."""
+        """The state of every row of hidden bf16 [T, H], group by group; the head's GEMM included.
+
+        The logits of the first groups stay in ``kept`` (:func:`kept_logits`).
+        """
         state = LogpState.empty(hidden.shape[0], hidden.device)
-        for columns in groups(weight.shape[0]):
-            z = head.logits(hidden, weight, columns)
+        for columns, out in itertools.zip_longest(groups(weight.shape[0]), kept):
+            z = head.logits(hidden, weight, columns, out)
             self.merge_columns(z, columns[0], weight.shape[0], inv_t, mask, targets, state)
         return state
 
@@ -118,9 +151,10 @@ class LogpProvider:
         state: LogpState,
         c: Tensor,
         head: HeadProvider,
+        z: Tensor | None = None,
     ) -> Tensor:
-        """dz bf16 [T, n] of the group ``columns``, its logits recomputed."""
-        z = head.logits(hidden, weight, columns)
+        """dz bf16 [T, n] of the group ``columns``, from its logits z fp32 [T, n] or from logits computed again."""
+        z = head.logits(hidden, weight, columns) if z is None else z
         return self.logits_gradient(z, columns[0], inv_t, mask, targets, state, c)
 
     def from_logits(self, z: Tensor, targets: Tensor, temperature: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -147,7 +181,10 @@ class LogpProvider:
         """
         check_targets(targets, weight.shape[0], mask)
         inv_t = inverse_temperature(temperature)
-        return _Score.apply(hidden, weight, targets, inv_t, mask, layout, rows, head, self)
+        follows = torch.is_grad_enabled() and hidden.requires_grad and rows.numel() > 0
+        lends = self.keeps_logits and follows and weight.grad_rows == (0, weight.shape[0])
+        loan = weight.lend_gradient() if lends else None
+        return _Score.apply(hidden, weight, targets, inv_t, mask, layout, rows, head, self, loan)
 
 
 def inverse_temperature(temperature: float) -> float:
@@ -168,14 +205,16 @@ class _Score(torch.autograd.Function):
         rows: Tensor,
         head: HeadProvider,
         provider: LogpProvider,
+        loan: Loan | None,
     ) -> tuple[Tensor, Tensor]:
         # Rows are distinct and ascend: as many as there are tokens are all of them.
         chosen = hidden if rows.numel() == hidden.shape[0] else hidden[rows]
-        state = provider.scan(chosen, weight, inv_t, mask, targets, head)
+        kept = [] if loan is None else kept_logits(loan.space, chosen.shape[0])
+        state = provider.scan(chosen, weight, inv_t, mask, targets, head, kept)
         logp, entropy = provider.finish(state)
         ctx.save_for_backward(chosen, targets, rows)
         ctx.weight, ctx.inv_t, ctx.mask, ctx.layout, ctx.shape = weight, inv_t, mask, layout, hidden.shape
-        ctx.head, ctx.provider, ctx.state = head, provider, state
+        ctx.head, ctx.provider, ctx.state, ctx.loan = head, provider, state, loan
         ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
@@ -187,16 +226,21 @@ class _Score(torch.autograd.Function):
         dh = torch.zeros(chosen.shape, dtype=torch.float32, device=chosen.device)
         ends = torch.searchsorted(rows, ctx.layout.unit_offsets.to(rows.device)).tolist()
         bounds = [(start, stop) for start, stop in itertools.pairwise(ends) if stop > start]
-        for columns in groups(weight.shape[0]):
+        empty = weight.settle(ctx.loan)  # the loan holds at most once
+        kept = [] if empty is None else kept_logits(empty, chosen.shape[0])
+        grad = weight.grad if empty is None else empty
+        for columns, z in itertools.zip_longest(groups(weight.shape[0]), kept):
             dz = ctx.provider.group_gradient(
-                *(chosen, weight, columns, ctx.inv_t, ctx.mask, targets, ctx.state, c, ctx.head)
+                *(chosen, weight, columns, ctx.inv_t, ctx.mask, targets, ctx.state, c, ctx.head, z)
             )
             ctx.head.add_input_gradient(dz, weight, columns, dh)
-            if weight.grad is not None:
-                ctx.head.add_unit_gradients(dz, chosen, bounds, columns, weight.grad)
+            if empty is not None:
+                ctx.head.set_unit_gradients(dz, chosen, bounds, columns, empty)
+            elif grad is not None:
+                ctx.head.add_unit_gradients(dz, chosen, bounds, columns, grad)
             del dz
         if chosen.shape[0] == ctx.shape[0]:
-            return dh.bfloat16(), *([None] * 8)
+            return dh.bfloat16(), *([None] * 9)
         d_hidden = torch.zeros(ctx.shape, dtype=torch.bfloat16, device=dh.device)
         d_hidden[rows] = dh.bfloat16()
-        return d_hidden, *([None] * 8)
+        return d_hidden, *([None] * 9)

@@ -2,12 +2,14 @@
 
 Why the order holds: a tile of 128 columns is one row of a program's block, summed by the written tree
 (``triton_functions.tree_rows``), so its state depends on nothing else; one thread merges a group's tiles ascending from
-the empty state, another the groups. Rows and tiles per program, warps and chunks of columns change nothing. Between
-hidden states and dz no logits of a whole group exist: the head writes chunks that live for one kernel, and
+the empty state, another the groups. Rows and tiles per program, warps and chunks of columns change nothing. Where a
+group's logits are not kept from forward to backward, they exist in chunks that live for one kernel, and
 dz is made in the epilogue of the product that recomputes its logits, the same chain.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -15,13 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_engine.ops.lm_head import HeadProvider
-from rl_engine.ops.selected_logp import TILE, LogpProvider, LogpState, group_columns
+from rl_engine.ops.selected_logp import TILE, LogpProvider, LogpState, group_columns, groups
 from rl_engine.ops.triton_functions import exp, launch, log, tree_rows
 from rl_engine.ops.triton_gemm import Tile, copyable, descriptor, tile_of
 from rl_engine.ops.weight import Weight
 
 CHUNK_BYTES = 52 << 20  # fp32 logits alive at a time in ``score``
 CHUNK_ROWS = 4096
+PROCESSORS = 132  # multiprocessors that a chunk's width is made for; any width has the same bits
 
 
 @triton.jit
@@ -208,6 +211,7 @@ def _states(rows: int, tokens: int, device: torch.device) -> States:
 
 
 class TritonLogp(LogpProvider):
+    keeps_logits = True
     rows, tiles, warps = 2, 16, 8  # of a program; any choice has the same bits
     dz_tile = Tile(128, 256, 64, 8, 3, tma=True, group=16)
 
@@ -259,7 +263,14 @@ class TritonLogp(LogpProvider):
         self._merge_tiles(states, vocabulary, state)
 
     def scan(
-        self, hidden: Tensor, weight: Weight, inv_t: float, mask: Tensor | None, targets: Tensor, head: HeadProvider
+        self,
+        hidden: Tensor,
+        weight: Weight,
+        inv_t: float,
+        mask: Tensor | None,
+        targets: Tensor,
+        head: HeadProvider,
+        kept: Sequence[Tensor] = (),
     ) -> LogpState:
         t, vocabulary = hidden.shape[0], weight.shape[0]
         state = LogpState.empty(t, hidden.device)
@@ -267,9 +278,13 @@ class TritonLogp(LogpProvider):
             part = LogpState(state.m[rows], state.l[rows], state.w[rows], state.zs_target[rows])
             bits = None if mask is None else mask[rows]
             states = _states(triton.cdiv(vocabulary, TILE), part.m.numel(), hidden.device)
-            for first, last in column_chunks(part.m.numel(), 0, vocabulary):
-                z = head.logits(hidden[rows], weight, (first, last))
-                self._tiles(z, first, inv_t, bits, targets[rows], states, first // TILE, part.zs_target)
+            whole = groups(vocabulary)[: len(kept)]
+            for columns, out in zip(whole, kept, strict=True):
+                z = head.logits(hidden[rows], weight, columns, out[rows])
+                self._tiles(z, columns[0], inv_t, bits, targets[rows], states, columns[0] // TILE, part.zs_target)
+            for columns in column_chunks(part.m.numel(), whole[-1][1] if whole else 0, vocabulary):
+                z = head.logits(hidden[rows], weight, columns)
+                self._tiles(z, columns[0], inv_t, bits, targets[rows], states, columns[0] // TILE, part.zs_target)
                 del z
             self._merge_tiles(states, vocabulary, part)
         return state
@@ -327,7 +342,10 @@ class TritonLogp(LogpProvider):
         state: LogpState,
         c: Tensor,
         head: HeadProvider,
+        z: Tensor | None = None,
     ) -> Tensor:
+        if z is not None:
+            return self.logits_gradient(z, columns[0], inv_t, mask, targets, state, c)
         values = weight.value[columns[0] : columns[1]]
         dz = torch.empty((hidden.shape[0], values.shape[0]), dtype=torch.bfloat16, device=hidden.device)
         if torch.version.hip is None and copyable(hidden) and copyable(values):
@@ -374,8 +392,15 @@ def row_blocks(tokens: int) -> list[slice]:
 
 
 def column_chunks(rows: int, first: int, last: int) -> list[tuple[int, int]]:
-    """(first, last + 1): equal pieces of whole tiles whose fp32 logits of ``rows`` rows fit ``CHUNK_BYTES``."""
-    tiles = -(-(last - first) // TILE)
+    """(first, last + 1): pieces of whole tiles whose fp32 logits of ``rows`` rows fit ``CHUNK_BYTES``.
+
+    Of the widths that fit, the one whose product leaves the fewest multiprocessors idle in its last round.
+    """
     most = max(1, CHUNK_BYTES // (4 * TILE * max(rows, 1)))
-    width = -(-tiles // -(-tiles // most)) * TILE
+    width = min(range(1, most + 1), key=lambda tiles: (_rounds(rows, tiles) / tiles, -tiles)) * TILE
     return [(column, min(column + width, last)) for column in range(first, last, width)]
+
+
+def _rounds(rows: int, tiles: int) -> int:
+    """Rounds of a product of ``rows`` rows and ``tiles`` tiles of columns, in blocks of 128 x 256, on a Hopper."""
+    return -(-(-(-rows // 128) * -(-tiles // 2)) // PROCESSORS)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from rl_engine.ops.lm_head.triton import TritonHead
-from rl_engine.ops.selected_logp import LogpState, group_columns, groups
+from rl_engine.ops.selected_logp import LogpState, group_columns, groups, kept_logits
 from rl_engine.ops.selected_logp import triton as kernels
 from rl_engine.ops.selected_logp.triton import TritonLogp
 from rl_engine.ops.weight import Part, Weight
 from rl_engine.qualify.gpu.controls import fused_merge, wrong_state
-from rl_engine.qualify.gpu.data import Inputs, differing
+from rl_engine.qualify.gpu.data import Inputs, differing, poisoned
 from rl_engine.qualify.gpu.products import Case
 
 VARIANTS = ((1, 1, 1), (2, 2, 2), (16, 1, 4), (1, 16, 8))  # rows, tiles, warps of a program
@@ -66,6 +66,14 @@ def _chunks(anchor: TritonLogp, vocabulary: int, inputs: Inputs, rows: int, hidd
             state = anchor.scan(h, weight, 1.0, None, targets, head)
             for name in ("m", "l", "w", "zs_target"):
                 yield _case(f"{name}, chunks of {size[1]} rows", getattr(state, name), getattr(whole, name))
+            for width in (hidden, 16):  # memory for the logits of every group, and of a few
+                kept = kept_logits(poisoned(vocabulary, width, torch.float32), rows)
+                state = anchor.scan(h, weight, 1.0, None, targets, head, kept)
+                for name in ("m", "l", "w", "zs_target"):
+                    what = f"{name}, {len(kept)} groups kept, chunks of {size[1]} rows"
+                    yield _case(what, getattr(state, name), getattr(whole, name))
+                for (first, last), logits in zip(groups(vocabulary), kept, strict=False):
+                    yield _case(f"logits from {first}, kept in {width} columns", logits, z[:, first:last])
             first, last = groups(vocabulary)[1]
             expected = anchor.logits_gradient(z[:, first:last], first, 1.0, None, targets, whole, c)
             dz = anchor.group_gradient(h, weight, (first, last), 1.0, None, targets, whole, c, head)
