@@ -9,6 +9,7 @@ dz is made in the epilogue of the product that recomputes its logits, the same c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -396,11 +397,13 @@ def column_chunks(rows: int, first: int, last: int) -> list[tuple[int, int]]:
 
     Of the widths that fit, the one whose product leaves the fewest multiprocessors idle in its last round.
     """
-    most = max(1, CHUNK_BYTES // (4 * TILE * max(rows, 1)))
-    width = min(range(1, most + 1), key=lambda tiles: (_rounds(rows, tiles) / tiles, -tiles)) * TILE
+    width = _chunk_tiles(rows, max(1, CHUNK_BYTES // (4 * TILE * max(rows, 1)))) * TILE
     return [(column, min(column + width, last)) for column in range(first, last, width)]
 
 
-def _rounds(rows: int, tiles: int) -> int:
-    """Rounds of a product of ``rows`` rows and ``tiles`` tiles of columns, in blocks of 128 x 256, on a Hopper."""
-    return -(-(-(-rows // 128) * -(-tiles // 2)) // PROCESSORS)
+@functools.lru_cache(maxsize=1024)
+def _chunk_tiles(rows: int, most: int) -> int:
+    def rounds(tiles: int) -> int:  # of a product in blocks of 128 x 256
+        return -(-(-(-rows // 128) * -(-tiles // 2)) // PROCESSORS)
+
+    return min(range(max(1, most // 8), most + 1), key=lambda tiles: (rounds(tiles) / tiles, -tiles))

@@ -59,9 +59,9 @@ def _chunks(anchor: TritonLogp, vocabulary: int, inputs: Inputs, rows: int, hidd
     z, whole = head.logits(h, weight), LogpState.empty(rows, h.device)
     anchor.merge_columns(z, 0, vocabulary, 1.0, None, targets, whole)
     c = torch.randn(rows, generator=inputs.random, device="cuda")
-    kept = kernels.CHUNK_BYTES, kernels.CHUNK_ROWS
+    sizes = kernels.CHUNK_BYTES, kernels.CHUNK_ROWS
     try:
-        for size in (kept, (4 * 128 * 10 * 5, 10), (4 * 128 * 7, 7)):
+        for size in (sizes, (4 * 128 * 10 * 5, 10), (4 * 128 * 7, 7)):
             kernels.CHUNK_BYTES, kernels.CHUNK_ROWS = size
             state = anchor.scan(h, weight, 1.0, None, targets, head)
             for name in ("m", "l", "w", "zs_target"):
@@ -82,7 +82,7 @@ def _chunks(anchor: TritonLogp, vocabulary: int, inputs: Inputs, rows: int, hidd
             dz = anchor.group_gradient(odd, weight, (first, last), 1.0, None, targets, whole, c, head)
             yield _case(f"dz, chunks of {size[1]} rows", dz, expected)
     finally:
-        kernels.CHUNK_BYTES, kernels.CHUNK_ROWS = kept
+        kernels.CHUNK_BYTES, kernels.CHUNK_ROWS = sizes
 
 
 def _controls(z: Tensor, vocabulary: int) -> Iterator[Case]:
