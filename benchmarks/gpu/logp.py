@@ -26,7 +26,8 @@ SOURCES = (
         "rl_engine/ops/gemm_table.py",
     ),
     *("rl_engine/ops/triton_functions.py", "rl_engine/ops/lm_head", "rl_engine/ops/selected_logp"),
-    *("rl_engine/ops/linear/cublaslt.py", "rl_engine/qualify/gpu/logp.py", "benchmarks/gpu/logp.py"),
+    *("rl_engine/ops/linear/cublaslt.py", "rl_engine/ops/weight.py"),
+    *("rl_engine/qualify/gpu/logp.py", "benchmarks/gpu/logp.py"),
 )
 TOKENS, VOCABULARY, HIDDEN = 4096, QWEN3_8B["vocab_size"], QWEN3_8B["hidden_size"]
 LAYOUT = PackedLayout((TOKENS,), (1,))

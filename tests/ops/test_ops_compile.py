@@ -78,8 +78,8 @@ LOGP_KERNELS = [
     Kernel(
         *(LOGP, "logp_tiles_kernel"),
         {**LOGP_ROWS, **dict.fromkeys(("z", "ms", "ls", "ws", "zt"), "*fp32"), "at": INT, "sz": INT},
-        {"R": 4, "TILES": 8, "N": 128, "HAS_MASK": mask},
-        warps=8,
+        {"R": 2, "TILES": 8, "N": 128, "HAS_MASK": mask},
+        warps=4,
         stages=1,
         unaligned=(*LOGP_UNALIGNED, "at"),
     )

@@ -213,7 +213,7 @@ def _states(rows: int, tokens: int, device: torch.device) -> States:
 
 class TritonLogp(LogpProvider):
     keeps_logits = True
-    rows, tiles, warps = 2, 16, 8  # of a program; any choice has the same bits
+    rows, tiles, warps = 2, 8, 4  # of a program; any choice has the same bits
     dz_tile = Tile(128, 256, 64, 8, 3, tma=True, group=16)
 
     def _tiles(

@@ -292,20 +292,25 @@ class Folds(Products):
     def _proof(self, choice: Choice, bounds: triton_gemm.Bounds, what: str) -> bool:
         n, k, tokens = self.shape.columns, self.shape.depth, bounds[-1][1]
         before = len(self.cases)
-        for kind in ("order", "random"):
-            dy, x = self.inputs.normal(tokens, n), self.inputs.normal(tokens, k)
+        for kind in ("order", "random", "an empty gradient"):
+            empty = kind == "an empty gradient"
+            if empty and choice.algorithm is None:
+                continue  # a tile reads the gradient, which is filled with +0 before
+            scale = 2.0**-75 if empty else 1.0  # sums at the edge of fp32, where a zero could take a sign
+            dy, x = self.inputs.normal(tokens, n, scale=scale), self.inputs.normal(tokens, k, scale=scale)
             if kind == "order":
                 dy = self.inputs.order_revealing(n, tokens).T.contiguous()
                 x = self.inputs.weights(k, tokens).T.contiguous()
             start = torch.randn((n, k), generator=self.inputs.random, device="cuda")
-            expected = start.clone()
+            expected = torch.zeros_like(start) if empty else start.clone()
+            start = poisoned(n, k, torch.float32) if empty else start
             for first, last in bounds:
                 chain = poisoned(n, k, torch.float32)
                 triton_gemm.product(dy[first:last].T, x[first:last].T, chain, ANCHOR)
                 expected += chain
             label = f"{self.shape} units of {bounds[0][1] - bounds[0][0]}, {what}, {kind}"
             try:
-                run_fold(choice, dy, x, start, bounds)
+                run_fold(choice, dy, x, start, bounds, empty=empty)
                 count = differing(start, expected)
             except Exception as error:  # as in Products._compare
                 label, count = f"{label}: {str(error)[:80]}", start.numel()
@@ -313,12 +318,17 @@ class Folds(Products):
         return all(case.holds for case in self.cases[before:])
 
 
-def run_fold(choice: Choice, dy: Tensor, x: Tensor, grad: Tensor, bounds: triton_gemm.Bounds) -> None:
+def run_fold(
+    choice: Choice, dy: Tensor, x: Tensor, grad: Tensor, bounds: triton_gemm.Bounds, *, empty: bool = False
+) -> None:
+    """grad += the units' chains; with ``empty`` an algorithm writes the first one over whatever grad holds."""
     if choice.tile is not None:
         triton_gemm.fold(dy, x, grad, bounds, choice.tile)
         return
-    for first, last in bounds:
-        cublaslt.product(dy[first:last].T, x[first:last].T, grad, bytes.fromhex(choice.algorithm or ""), add=True)
+    algorithm = bytes.fromhex(choice.algorithm or "")
+    for index, (first, last) in enumerate(bounds):
+        add = index > 0 or not empty
+        cublaslt.product(dy[first:last].T, x[first:last].T, grad, algorithm, add=add)
 
 
 def tails(inputs: Inputs) -> Iterator[Case]:
