@@ -33,6 +33,8 @@ def test_the_demo_keeps_its_promises(sources: Path, tmp_path: Path) -> None:
         assert compared >= TOKENS
         assert differing == 0 if mode == "consistency" else differing >= 0.05 * compared
         events = reader.events()
+        updates = [e.fields for e in events if e.kind == "update"]
+        assert max(u["changed_elements"] / u["elements"] for u in updates) > 0.5, "no update moved most bf16 weights"
         assert next(e for e in events if e.kind == "memory").fields["peak_pss_bytes"] < MOST_BYTES
         plan = plan_from_json(json.dumps(reader.plan().plan))
         expected = {"train": train_memory(plan).total, "rollout-0": rollout_memory(plan, None).total}

@@ -30,7 +30,7 @@ def test_demo_profile_is_the_paired_experiment(plan_for):
         plan = item.plan
         assert (plan.mode, plan.stack, plan.backend, plan.profile) == (mode, "builtin", "cpu", "cpu-smollm2")
         assert (plan.rollouts, plan.data.prompts_per_step, plan.data.samples_per_prompt) == (3, 2, 8)
-        assert (plan.global_batch_size, plan.sampling.max_response_len, plan.optimizer.lr) == (16, 40, 2e-5)
+        assert (plan.global_batch_size, plan.sampling.max_response_len, plan.optimizer.lr) == (16, 40, 1e-5)
         assert (plan.sampling.top_p, plan.sampling.temperature, plan.sampling.top_k) == (1.0, 1.0, -1)
         assert (plan.fold_tokens, plan.max_tokens_per_gpu, plan.threads) == (512, 1024, 2)
         assert (plan.data.source, plan.data.path) == ("arithmetic", None)
