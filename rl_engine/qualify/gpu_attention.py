@@ -31,10 +31,15 @@ from rl_engine.qualify.gpu.data import Inputs, differing
 from rl_engine.qualify.gpu.products import Case, close
 
 LAYOUT = PackedLayout((1, 63, 66, 1100), (4,))
-OTHER = {"forward": Tile(64, 64, 4, 2), "dq": Tile(64, 32, 4, 2), "dkv": Tile(64, 64, 4, 2), "hopper": 0}
+OTHER: dict[str, Any] = {"forward": Tile(64, 64, 4, 2), "dq": Tile(64, 32, 4, 2), "dkv": Tile(64, 64, 4, 2)}
+OTHER |= {"hopper": 0, "hopper_dq": None}
+GRADIENTS = ("dQ", "dK", "dV")
 
 
-PARTS = ("forward", "backward", "other_forward", "other_backward", "pages", "small_pages", "row_sums", "contraction")
+PARTS = (
+    *("forward", "backward", "backward_order", "other_forward", "other_backward"),
+    *("pages", "small_pages", "row_sums", "contraction"),
+)
 
 
 def prove(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
@@ -64,6 +69,26 @@ def forward(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
 
 def backward(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
     yield from _backward("default", TritonAttention(), config, inputs)
+
+
+def backward_order(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
+    """Order-revealing rows in turn where dQ, dK and dV read them, the scores all zero, before the last rounding; a
+    group's heads backwards must be seen."""
+    q, k, v = _qkv(config, inputs)
+    dout, anchor, tested = inputs.normal(*q.shape, scale=2.0), TritonAttention(ANCHOR), TritonAttention()
+    still_q, still_k, still_v = (torch.zeros_like(x) for x in (q, k, v))
+    sets = ((dout, still_q, _loud(inputs, k), v), (dout, _loud(inputs, q), still_k, v))
+    for i, rows in enumerate((*sets, (_loud(inputs, dout), still_q, k, still_v))):
+        out, lse = anchor.forward_packed(*rows[1:], LAYOUT)
+        delta = anchor.delta(rows[0], out)
+        right = _sums(anchor, *rows, lse, delta)[i]
+        yield _case(f"{GRADIENTS[i]}, fp32, order-revealing rows", _sums(tested, *rows, lse, delta)[i], right)
+        group = config.heads // config.kv_heads
+        if i and group > 1:
+            members = torch.arange(2 * group, device=q.device).unflatten(0, (2, group)).flip(1).flatten()
+            lse, delta = (x[:, members].t().contiguous().t() for x in (lse, delta))
+            found = _sums(anchor, rows[0][:, members], rows[1][:, members], *rows[2:], lse, delta)[i]
+            yield _case(f"{GRADIENTS[i]}, fp32, a group's heads backwards", found, right, control=True)
 
 
 def other_forward(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
@@ -131,13 +156,28 @@ def _backward(name: str, tested: TritonAttention, config: ModelConfig, inputs: I
     q, k, v = _qkv(config, inputs)
     dout, anchor = inputs.normal(*q.shape, scale=2.0), TritonAttention(ANCHOR)
     out, lse = anchor.forward_packed(q, k, v, LAYOUT)
-    expected = anchor.backward_packed(dout, q, k, v, out, lse, LAYOUT)
+    delta = anchor.delta(dout, out)
+    yield _case(f"delta, {name}", tested.delta(dout, out), delta)
+    expected, found = (_sums(provider, dout, q, k, v, lse, delta) for provider in (anchor, tested))
     gradients = tested.backward_packed(dout, q, k, v, out, lse, LAYOUT)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     exact = torch.autograd.grad(exact_attention(*leaves), leaves, dout.double())
-    for what, a, b, c in zip(("dQ", "dK", "dV"), gradients, expected, exact, strict=True):
-        yield _case(f"{what}, {name}", a, b)
+    for what, a, b, c, rounded in zip(GRADIENTS, found, expected, exact, gradients, strict=True):
+        yield _case(f"{what}, fp32, {name}", a, b)
+        yield _case(f"{what}, {name}", rounded, b.bfloat16())
         yield close("attention", f"{what} of the anchor, fp64", b, c, 2e-2, 1e-2 * float(c.abs().max()))
+
+
+def _sums(
+    provider: TritonAttention, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK and dV before their last rounding."""
+    return provider.gradients(dout, q, k, v, lse, delta, LAYOUT, whole_runs(LAYOUT), torch.float32)
+
+
+def _loud(inputs: Inputs, like: Tensor) -> Tensor:
+    """Order-revealing values along the tokens of ``like`` [T, heads, D]."""
+    return inputs.order_revealing(like[0].numel(), len(like)).T.contiguous().unflatten(1, like.shape[1:])
 
 
 def _paged(config: ModelConfig, inputs: Inputs, page: int, chunk: int) -> Case:

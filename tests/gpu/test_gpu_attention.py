@@ -47,7 +47,8 @@ def provider(*choice: tuple[int, int, int, int]) -> Any:
     if not choice:
         return TritonAttention()
     forward, dq, dkv = (Tile(*tile) for tile in choice)
-    tiles = dataclasses.replace(TILES[128], forward=forward, prefill=forward, dq=dq, dkv=dkv, hopper=0)
+    changes = {"forward": forward, "prefill": forward, "dq": dq, "dkv": dkv}
+    tiles = dataclasses.replace(TILES[128], **changes, hopper=0, hopper_dq=None)
     return TritonAttention(dict.fromkeys(TILES, tiles))
 
 
@@ -80,6 +81,49 @@ def test_every_tile_has_the_anchors_bits(heads: tuple[int, int, int], lengths: t
             ("dq", "dk", "dv"), tested.backward_packed(dout, q, k, v, out, lse, layout), gradients, strict=True
         ):
             same(a, b, f"{choice} {name}")
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("lengths", [(1, 63, 64, 65, 127, 129), (1023,), (1024, 17), (2100, 130)], ids=str)
+def test_gradients_before_the_last_rounding(heads: tuple[int, int, int], lengths: tuple[int, ...]) -> None:
+    """fp32 sums of the shipped kernels against the anchor's; a group's heads backwards are the control."""
+    from rl_engine.ops.attention import whole_runs
+
+    layout = PackedLayout(lengths, (len(lengths),))
+    q, k, v = qkv(layout.tokens, heads, 2.0)
+    dout = bf16_randn(*q.shape, seed=4).cuda()
+    out, lse = anchor().forward_packed(q, k, v, layout)
+    delta = anchor().delta(dout, out)
+    rest = (layout, whole_runs(layout), torch.float32)
+    expected = anchor().gradients(dout, q, k, v, lse, delta, *rest)
+    found = provider().gradients(dout, q, k, v, lse, delta, *rest)
+    for name, a, b in zip(("dq", "dk", "dv"), found, expected, strict=True):
+        same(a, b, name)
+    members = torch.arange(heads[0]).unflatten(0, (heads[1], -1)).flip(1).flatten().cuda()
+    lse, delta = (x[:, members].t().contiguous().t() for x in (lse, delta))
+    other = provider().gradients(dout[:, members], q[:, members], k, v, lse, delta, *rest)
+    for name, a, b in zip(("dk", "dv"), other[1:], expected[1:], strict=True):
+        assert differing(a, b) > 100, f"the control: {name} with a group's heads backwards"
+
+
+def test_gradients_beside_nan() -> None:
+    """Neighbours full of NaN do not reach a sample's gradients."""
+    from rl_engine.ops.attention import whole_runs
+
+    lengths = (65, 131, 70)
+    layout = PackedLayout(lengths, (3,))
+    q, k, v = qkv(layout.tokens, (8, 2, 128))
+    dout = bf16_randn(*q.shape, seed=4).cuda()
+    out, lse = anchor().forward_packed(q, k, v, layout)
+    delta = anchor().delta(dout, out)
+    rest = (layout, whole_runs(layout), torch.float32)
+    expected = anchor().gradients(dout, q, k, v, lse, delta, *rest)
+    part = slice(65, 196)
+    for x in (q, k, v, dout, lse, delta):
+        x[: part.start], x[part.stop :] = torch.nan, torch.nan
+    found = provider().gradients(dout, q, k, v, lse, delta, *rest)
+    for name, a, b in zip(("dq", "dk", "dv"), found, expected, strict=True):
+        same(a[part], b[part], name)
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
@@ -204,12 +248,13 @@ def test_a_sample_does_not_depend_on_its_batch_mates_nor_a_group_on_others() -> 
         same(x, y, "second group's gradient")
 
 
-def test_runs_are_parts_of_the_whole() -> None:
+@pytest.mark.parametrize("width", [64, 128])
+def test_runs_are_parts_of_the_whole(width: int) -> None:
     """What a context-parallel rank computes."""
     from rl_engine.ops.attention import run_rows
 
     layout = PackedLayout((1, 600, 1100), (3,))
-    q, k, v = qkv(layout.tokens, (4, 2, 64))
+    q, k, v = qkv(layout.tokens, (4, 2, width))
     dout = bf16_randn(*q.shape, seed=9).cuda()
     out, lse = provider().forward_packed(q, k, v, layout)
     delta = provider().delta(dout, out)

@@ -70,6 +70,28 @@ def hopper() -> list[Kernel]:
     ]
 
 
+def hopper_backward() -> list[Kernel]:
+    module = f"{OPS}.attention.hopper_backward"
+    rows = "tensordesc<bf16[64,128],{ROWS}>"
+    numbers = {
+        **kinds("lse delta", "*fp32"),
+        "items": "*i32",
+        **kinds("c scale", "fp32"),
+        **kinds("lse_head delta_head", "i32"),
+    }
+    dq = Kernel(
+        *(module, "attention_hopper_dq_kernel"),
+        {**kinds("q_d do_d", rows), **kinds("k_d v_d", "tensordesc<bf16[64,128],{BLOCK_ROWS}>")}
+        | {"dq": "*bf16", **numbers, **kinds("dq_token dq_head heads", "i32")},
+        {"GROUP": 4, "D": 128, "N": 64, "STAGES": 3, "TOGETHER": 4, "REGISTERS": 240},
+        unaligned=("heads",),
+        layouts={"ROWS": (64, 128), "BLOCK_ROWS": (64, 128)},
+        targets=("cuda:90",),
+        fma=True,
+    )
+    return [dq]
+
+
 def attention_backward() -> list[Kernel]:
     module = f"{OPS}.attention.triton_backward"
     tensors = kinds("q k v dout", "*bf16") | {"lse": "*fp32", "delta": "*fp32", "items": "*i32"}
@@ -224,4 +246,13 @@ def sampling() -> list[Kernel]:
     ]
 
 
-ROW_KERNELS = [*attention(), *hopper(), *attention_backward(), *norms(), *rotations(), *elementwise(), *sampling()]
+ROW_KERNELS = [
+    *attention(),
+    *hopper(),
+    *hopper_backward(),
+    *attention_backward(),
+    *norms(),
+    *rotations(),
+    *elementwise(),
+    *sampling(),
+]

@@ -248,14 +248,15 @@ def fits(*tensors: Tensor) -> bool:
 
 
 @functools.cache
-def shared_rows(width: int) -> Any:
-    """Layout of 64 rows of ``width`` bf16 values in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for([64, width], gl.bfloat16)
+def shared_rows(width: int, rows: int = 64) -> Any:
+    """Layout of rows of ``width`` bf16 values in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for([rows, width], gl.bfloat16)
 
 
-def _descriptor(x: Tensor, layout: Any) -> Any:
+def descriptor(x: Tensor, layout: Any, rows: int = 64) -> Any:
+    """x bf16 [T, heads, D] as a matrix of T rows for the bulk copy engine, ``rows`` of one head at a time."""
     tokens, heads, width = x.shape
-    return TensorDescriptor(x, [tokens, heads * width], [x.stride(0), 1], [64, width], layout)
+    return TensorDescriptor(x, [tokens, heads * width], [x.stride(0), 1], [rows, width], layout)
 
 
 def forward(
@@ -267,7 +268,7 @@ def forward(
         return
     layout = shared_rows(width)
     attention_hopper_kernel[(heads * items.shape[0],)](
-        *(*(_descriptor(x, layout) for x in (q, k, v)), out, out if lse is None else lse, items, c),
+        *(*(descriptor(x, layout) for x in (q, k, v)), out, out if lse is None else lse, items, c),
         *(out.stride(0), out.stride(1), 0 if lse is None else lse.stride(1), heads),
         ROWS=layout,
         GROUP=heads // k.shape[1],

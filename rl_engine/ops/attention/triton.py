@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_engine.numerics.contract import Contract
-from rl_engine.ops.attention import AttentionProvider, Runs, hopper_forward, run_rows
+from rl_engine.ops.attention import AttentionProvider, Runs, hopper_backward, hopper_forward, run_rows
 from rl_engine.ops.attention.paged import PagedBatch, PagedCache
 from rl_engine.ops.attention.triton_backward import attention_delta_kernel, attention_dkv_kernel, attention_dq_kernel
 from rl_engine.ops.attention.triton_decode import attention_decode_kernel, attention_merge_kernel, kv_store_kernel
@@ -46,7 +46,8 @@ class Tiles:
 
     ``decode`` is for pages that hold whole blocks of keys, ``scattered`` for smaller ones.
 
-    ``hopper`` is the number of K and V blocks in flight of the warp-specialized packed forward, 0 where it is not used.
+    ``hopper`` is the number of K and V blocks in flight of the warp-specialized packed forward, 0 where it is not used;
+    ``hopper_dq`` is the tile of the warp-specialized dQ, None where it is not used.
     """
 
     forward: Tile
@@ -56,6 +57,7 @@ class Tiles:
     dq: Tile
     dkv: Tile
     hopper: int = 0
+    hopper_dq: Tile | None = None
 
 
 _D64 = Tiles(
@@ -75,6 +77,7 @@ _D128 = Tiles(
     dq=Tile(128, 64, 8, 3),
     dkv=Tile(32, 64, 4, 4),
     hopper=3,
+    hopper_dq=Tile(128, 64, 8, 3),
 )
 TILES = {32: dataclasses.replace(_D64, hopper=0), 64: _D64, 128: _D128}
 _ONE, _TWO = Tile(16, 64, 1, 1), Tile(16, 16, 1, 1)
@@ -368,32 +371,53 @@ class TritonAttention(AttentionProvider):
         layout: PackedLayout,
         runs: Runs,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        return self.gradients(dout, q, k, v, lse, delta, layout, runs, torch.bfloat16)
+
+    def gradients(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        layout: PackedLayout,
+        runs: Runs,
+        kind: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``backward_runs`` with results in bf16, or in fp32 as they are before the last rounding, for proofs."""
         _check(dout, q, k, v)
         heads, width, kv_heads = q.shape[1], q.shape[2], k.shape[1]
-        dq, dk, dv = (torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) for x in (q, k, v))
+        dq, dk, dv = (torch.empty(x.shape, dtype=kind, device=x.device) for x in (q, k, v))
         (lse, lse_head), (delta, delta_head) = _head_stride(lse), _head_stride(delta)
         inputs = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *dout.stride()[:2])
-        tile = self.tiles[width].dq
-        items = query_tiles(layout, runs, tile.queries, True, q.device)
-        launch(
-            attention_dq_kernel,
-            (heads * items.shape[0],),
-            *(q, k, v, dout, lse, delta, dq, items, *scales(width), *inputs, *dq.stride()[:2]),
-            *(lse_head, delta_head, heads),
-            warps=tile.warps,
-            stages=tile.stages,
-            GROUP=heads // kv_heads,
-            D=width,
-            M=tile.queries,
-            N=tile.keys,
-            STAGES=tile.stages,
-        )
-        tile = self.tiles[width].dkv
+        tiles, numbers = self.tiles[width], scales(width)
+        if tiles.hopper_dq and _is_hopper(q.device) and hopper_forward.fits(q, k, v, dout):
+            tile = tiles.hopper_dq
+            items = query_tiles(layout, runs, hopper_backward.QUERIES, True, q.device)
+            hopper_backward.gradients_of_queries(q, k, v, dout, lse, delta, dq, items, numbers, tile.keys, tile.stages)
+        else:
+            tile = tiles.dq
+            items = query_tiles(layout, runs, tile.queries, True, q.device)
+            launch(
+                attention_dq_kernel,
+                (heads * items.shape[0],),
+                *(q, k, v, dout, lse, delta, dq, items, *numbers, *inputs, *dq.stride()[:2]),
+                *(lse_head, delta_head, heads),
+                warps=tile.warps,
+                stages=tile.stages,
+                GROUP=heads // kv_heads,
+                D=width,
+                M=tile.queries,
+                N=tile.keys,
+                STAGES=tile.stages,
+            )
+        tile = tiles.dkv
         items = _key_tiles(layout, runs, tile.keys, q.device)
         launch(
             attention_dkv_kernel,
             (kv_heads * items.shape[0],),
-            *(q, k, v, dout, lse, delta, dk, dv, items, *scales(width), *inputs, *dk.stride()[:2], *dv.stride()[:2]),
+            *(q, k, v, dout, lse, delta, dk, dv, items, *numbers, *inputs, *dk.stride()[:2], *dv.stride()[:2]),
             *(lse_head, delta_head, kv_heads),
             warps=tile.warps,
             stages=tile.stages,

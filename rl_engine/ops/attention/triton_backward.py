@@ -68,7 +68,7 @@ def attention_dq_kernel(
         k_ND = tl.load(k + keys.to(tl.int64)[:, None] * k_token + cols, mask=keys[:, None] <= last, other=0.0)
         v_ND = tl.load(v + keys.to(tl.int64)[:, None] * v_token + cols, mask=keys[:, None] <= last, other=0.0)
         dq_MD = _dq_block(q_MD, do_MD, k_ND, v_ND, lse_M, delta_M, dq_MD, keys, positions, c, True)
-    y = (dq_MD * scale).to(tl.bfloat16)
+    y = (dq_MD * scale).to(dq.dtype.element_ty)
     tl.store(dq + rows[:, None] * dq_token + head * dq_head + cols, y, mask=valid[:, None])
 
 
@@ -105,6 +105,6 @@ def attention_dkv_kernel(
         dv_ND = tl.dot(p.to(tl.bfloat16), do_MD, dv_ND)
         ds = p * (tl.dot(v_ND, tl.trans(do_MD)) - delta_M[None, :])
         dk_ND = tl.dot(ds.to(tl.bfloat16), q_MD, dk_ND)
-    dk_bf16 = (dk_ND * scale).to(tl.bfloat16)
-    tl.store(dk + rows[:, None] * dk_token + kv_head * dk_head + cols, dk_bf16, mask=valid[:, None])
-    tl.store(dv + rows[:, None] * dv_token + kv_head * dv_head + cols, dv_ND.to(tl.bfloat16), mask=valid[:, None])
+    dk_ND, dv_ND = (dk_ND * scale).to(dk.dtype.element_ty), dv_ND.to(dv.dtype.element_ty)
+    tl.store(dk + rows[:, None] * dk_token + kv_head * dk_head + cols, dk_ND, mask=valid[:, None])
+    tl.store(dv + rows[:, None] * dv_token + kv_head * dv_head + cols, dv_ND, mask=valid[:, None])
