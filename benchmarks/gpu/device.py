@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,10 +25,25 @@ class Device:
 
     def __init__(self, seconds: float) -> None:
         self.end = time.monotonic() + seconds
-        self.random = torch.Generator("cuda").manual_seed(20251)
+
+    @functools.cached_property
+    def random(self) -> torch.Generator:
+        return torch.Generator("cuda").manual_seed(20251)
+
+    def over(self) -> bool:
+        return time.monotonic() > self.end
+
+    def stop(self) -> None:
+        """Ends the time now.
+
+        Raises:
+            OutOfTime: always.
+        """
+        self.end = time.monotonic()
+        raise OutOfTime
 
     def check(self) -> None:
-        if time.monotonic() > self.end:
+        if self.over():
             raise OutOfTime
 
     def about(self) -> dict[str, Any]:

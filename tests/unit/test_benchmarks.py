@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,51 @@ def test_gpu_families_name_sources_that_exist() -> None:
     from benchmarks.gpu.pages import current_digest
 
     assert all(len(current_digest(family)) == 64 for family in FAMILIES)
+
+
+FAMILY = """
+import os, signal
+from benchmarks.gpu import Proof, Row
+SOURCES = ("benchmarks/gpu/run.py",)
+def prove(device):
+    yield Proof("chain", 8, 0)
+def measure(device):
+    yield Row("first", 1.0, None, None, "native")
+    END
+    device.check()
+    yield Row("second", 1.0, None, None, "native")
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "ended", "rows"),
+    [
+        ("pass", 0, "complete", 2),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 1, "out of time", 1),
+        ("raise ValueError('broken')", 1, "ValueError: broken", 1),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9, "interrupted", 1),
+    ],
+    ids=["whole", "terminated", "broken", "killed"],
+)
+def test_an_interrupted_gpu_benchmark_has_written_what_it_did(
+    tmp_path: Path, end: str, code: int, ended: str, rows: int
+) -> None:
+    (tmp_path / "family.py").write_text(FAMILY.replace("END", end))
+    command = (
+        "import sys, torch\nfrom benchmarks.gpu import FAMILIES\nfrom benchmarks.gpu.device import Device\n"
+        "torch.cuda.is_available, Device.about, torch.cuda.empty_cache = lambda: True, lambda self: {}, lambda: None\n"
+        "FAMILIES |= {'gemm': 'family', 'rows': 'family'}\nfrom benchmarks.gpu.run import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    words = [sys.executable, "-c", command, "--family", "gemm", "--family", "rows", "--out", str(tmp_path)]
+    path = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
+    done = subprocess.run(words, env={**os.environ, **path}, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == code, done.stderr
+    body = json.loads((tmp_path / "gpu-gemm.json").read_text())
+    assert (body["ended"], len(body["rows"]), body["proofs"]["held"]) == (ended, rows, 1)
+    begun = ended not in ("out of time", "interrupted")
+    assert (tmp_path / "gpu-rows.json").is_file() == begun
+    assert ("rows: not begun, out of time" in done.stdout) == (ended == "out of time")
 
 
 def test_gpu_benchmark_without_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> None:
