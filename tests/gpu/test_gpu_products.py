@@ -209,3 +209,63 @@ def test_a_wrong_candidate_is_refuted_and_never_chosen(monkeypatch: pytest.Monke
     (_, chosen), *_ = prover.choose((16,))[0]
     assert chosen != wrong
     assert any(not case.holds for case in prover.cases)
+
+
+RANKS, COLUMNS, DEPTH = 4, 768, 512
+CUT = PackedLayout((1, 40, 23, 64, 72), (2, 1, 1, 1))
+
+
+def slice_table(monkeypatch: pytest.MonkeyPatch) -> Table:
+    """Few candidates, proven on the whole layer and on the slices of its ranks."""
+    from rl_engine.qualify.gpu import products
+
+    monkeypatch.setattr(products, "tiles", lambda rows, columns: [Tile(64, 64, 128, 4, 5, tma=True), ANCHOR])
+    monkeypatch.setattr(products, "fold_tiles", lambda: [triton_gemm.FOLD_POINTERS, triton_gemm.FOLD_TILE])
+    monkeypatch.setattr(products, "ALGORITHMS", 2)
+    monkeypatch.setattr(products, "FOLD_ROWS", 512)
+    entries = {}
+    for ranks in (1, RANKS):
+        for kind, columns, depth in (
+            ("forward", COLUMNS // ranks, DEPTH),
+            ("dx", DEPTH // ranks, COLUMNS),
+            ("fold", COLUMNS // ranks, DEPTH),
+        ):
+            shape = products.Shape(kind, columns, depth)
+            prover = (products.Folds if kind == "fold" else products.Products)(shape, inputs(12))
+            entries[str(shape)] = prover.choose((64,))[0]
+    return Table(gemm_table.identity(), entries, "d" * 64)
+
+
+@pytest.mark.parametrize("name", ["triton", "cublaslt"])
+def test_slices_of_tensor_parallel_ranks(name: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """Columns of the forward, depth slices of dX, rows of dW with its fold: each rank's is a part of the whole."""
+    monkeypatch.setattr(gemm_table, "path", lambda: tmp_path / gemm_table.NAME)
+    if name == "cublaslt":
+        gemm_table.keep(slice_table(monkeypatch))
+    linear, data = provider("linear", name), inputs(13)
+    x, ones = data.order_revealing(CUT.tokens, DEPTH), weight(data.weights(COLUMNS, DEPTH))
+    dy = data.order_revealing(CUT.tokens, COLUMNS)
+    loud = data.order_revealing(COLUMNS, CUT.tokens).T.contiguous()  # the axis of dW is the tokens
+    start = torch.randn((COLUMNS, DEPTH), generator=data.random, device="cuda")
+    whole = linear.forward(x, ones, None), linear.input_gradient(dy, ones), start.clone()
+    linear.add_weight_gradient(loud, x, CUT, whole[2])
+    chains = start.clone()
+    for first, last in CUT.unit_bounds:
+        chains += fp32(loud[first:last].T, x[first:last].T, ANCHOR)
+    assert_bitwise(whole[2].cpu(), chains.cpu(), "dW, chain by chain")
+    for rank in range(RANKS):
+        rows = slice(rank * COLUMNS // RANKS, (rank + 1) * COLUMNS // RANKS)
+        inner = slice(rank * DEPTH // RANKS, (rank + 1) * DEPTH // RANKS)
+        found = linear.forward(x, weight(ones.value[rows]), None)
+        assert_bitwise(found.cpu(), whole[0][:, rows].contiguous().cpu(), f"forward of rank {rank}")
+        found = linear.input_gradient(dy, weight(ones.value[:, inner].contiguous()))
+        assert_bitwise(found.cpu(), whole[1][:, inner].contiguous().cpu(), f"dX of rank {rank}")
+        for what, mine in (("a view", loud[:, rows]), ("a copy", loud[:, rows].contiguous())):
+            grad = start[rows].clone()
+            linear.add_weight_gradient(mine, x, CUT, grad)
+            assert_bitwise(grad.cpu(), whole[2][rows].cpu(), f"dW of rank {rank}, {what} of dY")
+    partial = sum(fp32(dy[:, part], ones.value[part].T, ANCHOR) for part in torch.arange(COLUMNS).chunk(RANKS))
+    assert int((partial.bfloat16() != whole[1]).sum()) > 100, "the control: partial sums of ranks"
+    one_unit = start + fp32(loud.T, x.T, ANCHOR)
+    assert int((one_unit != whole[2]).sum()) > 100, "the control: one chain over all units"
+    gemm_table.current.cache_clear()
