@@ -16,8 +16,8 @@ from benchmarks.gpu.limits import copy_rate, copy_time
 from rl_engine.models.config import parse_config
 from rl_engine.ops.attention.triton import ANCHOR, TILES, TritonAttention, by_head, decode, store
 from rl_engine.ops.layout import PackedLayout
-from rl_engine.qualify import gpu_attention as proof
-from rl_engine.qualify.gpu.data import Inputs, differing
+from rl_engine.qualify.gpu.data import differing
+from rl_engine.qualify.gpu.run import operators
 
 SOURCES = (
     *("rl_engine/ops/attention", "rl_engine/ops/triton_functions.py", "rl_engine/ops/layout.py"),
@@ -30,7 +30,7 @@ CACHED = ((8, 1024), (8, 8192), (8, 32768), (16, 2048), (32, 4096), (64, 1024), 
 
 def prove(device: Device) -> Iterator[Proof]:
     """The cases of ``qualify``, and decode at the measured group and pages against the training form."""
-    for case in proof.prove(parse_config(QWEN3_8B), Inputs(11)):
+    for case in operators(parse_config(QWEN3_8B), ("rl_engine.qualify.gpu_attention",)):
         yield Proof(f"{case.operator} {case.what}", case.elements, case.differing, case.control)
     device.check()
     length = 2100

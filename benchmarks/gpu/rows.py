@@ -19,8 +19,8 @@ from rl_engine.ops.rope import RopeTable
 from rl_engine.ops.rope.triton import qk_norm_rope, qk_norm_rope_backward
 from rl_engine.ops.swiglu.triton import TritonSwiglu
 from rl_engine.ops.weight import Part, Weight
-from rl_engine.qualify import gpu_rows as proof
-from rl_engine.qualify.gpu.data import Inputs, differing
+from rl_engine.qualify.gpu.data import differing
+from rl_engine.qualify.gpu.run import operators
 
 SOURCES = (
     *("rl_engine/ops/rms_norm", "rl_engine/ops/rope", "rl_engine/ops/swiglu", "rl_engine/ops/triton_functions.py"),
@@ -42,7 +42,7 @@ def _table(positions: int) -> RopeTable:
 
 def prove(device: Device) -> Iterator[Proof]:
     """The cases of ``qualify``, and the fused rotation against the separate operators."""
-    for case in proof.prove(parse_config(QWEN3_8B), Inputs(12)):
+    for case in operators(parse_config(QWEN3_8B), ("rl_engine.qualify.gpu_rows",)):
         yield Proof(f"{case.operator} {case.what}", case.elements, case.differing, case.control)
     device.check()
     q, k = device.normal(431, HEADS, WIDTH), device.normal(431, KV_HEADS, WIDTH)

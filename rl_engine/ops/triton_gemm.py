@@ -250,10 +250,10 @@ def product(a: Tensor, b: Tensor, out: Tensor, tile: Tile, residual: Tensor | No
     shape = {"BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "GROUP": tile.group}
     options = {"num_warps": tile.warps, "num_stages": tile.stages, **FUSION}
     if tile.tma:
-        programs = min(tiles, tile.persistent * multiprocessors(out.device.index))
+        programs = tile.persistent * multiprocessors(out.device.index)  # a constant: nothing compiles for a tile count
         (da, a_rows), (db, b_rows) = descriptor(a, tile.rows, tile.depth), descriptor(b, tile.columns, tile.depth)
         kernel = swapped_tma_kernel if tile.swap else gemm_tma_kernel
-        kernel[(programs or tiles,)](
+        kernel[(min(tiles, programs or tiles),)](
             *(da, db, out, r, m, n, k, *out.stride(), *r.stride()),
             **shape, **options, RESIDUAL=residual is not None, A_ROWS=a_rows, B_ROWS=b_rows,
             PROGRAMS=programs, SPECIALIZE=tile.specialize,

@@ -113,10 +113,12 @@ def _gpu(config: ModelConfig, tp_sizes: tuple[int, ...], *, again: bool, as_json
     told = "proven earlier (--again proves anew)"
     if record is None:
         try:
-            result = run.prove(config, tp_sizes, say=lambda line: print(line, file=sys.stderr, flush=True))
+            result = run.prove(config, tp_sizes, say=_say)
         except NotQualified as error:
             raise UserError(str(error), "a GPU whose proof can name what it holds for", "check its driver") from error
         run.keep(result)
+        if not result.failed:
+            run.price(result, config, _say)
         record, told = result.record(), f"qualified in {result.seconds:.0f} s"
     if as_json:
         print(json.dumps(record, indent=1))
@@ -125,6 +127,10 @@ def _gpu(config: ModelConfig, tp_sizes: tuple[int, ...], *, again: bool, as_json
     kept = "nothing kept, consistency refused" if record["failed"] else f"kept in {path()}"
     print(f"{told}, digest {record['digest'][:16]}, {kept}", file=sys.stderr)
     return 1 if record["failed"] else 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _print(record: dict[str, Any]) -> None:

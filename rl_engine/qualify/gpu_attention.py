@@ -42,12 +42,6 @@ PARTS = (
 )
 
 
-def prove(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
-    """Every kernel against the anchor, on two KV heads of the model's group and width."""
-    for part in PARTS:
-        yield from globals()[part](config, inputs)
-
-
 def forward(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
     """The default tiles: whole, a sample alone, and values that reveal the order of keys; the anchor against fp64."""
     q, k, v = _qkv(config, inputs)
@@ -161,7 +155,8 @@ def _backward(name: str, tested: TritonAttention, config: ModelConfig, inputs: I
     expected, found = (_sums(provider, dout, q, k, v, lse, delta) for provider in (anchor, tested))
     gradients = tested.backward_packed(dout, q, k, v, out, lse, LAYOUT)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    exact = torch.autograd.grad(exact_attention(*leaves), leaves, dout.double())
+    with torch.autograd.set_multithreading_enabled(False):  # autograd's own thread would lack a device context
+        exact = torch.autograd.grad(exact_attention(*leaves), leaves, dout.double())
     for what, a, b, c, rounded in zip(GRADIENTS, found, expected, exact, gradients, strict=True):
         yield _case(f"{what}, fp32, {name}", a, b)
         yield _case(f"{what}, {name}", rounded, b.bfloat16())

@@ -200,6 +200,11 @@ def elementwise() -> list[Kernel]:
             {"C": 1024},
         ),
         Kernel(
+            *("rl_engine.qualify.gpu_rows", "sigmoid_kernel"),
+            {"x": "*fp32", "y": "*fp32", "n": "i32"},
+            {"C": 1024},
+        ),
+        Kernel(
             *(f"{OPS}.embedding.triton", "lookup_gradient_kernel"),
             {**kinds("ids order ends", "*i64"), "rows": "*bf16", "grad": "*fp32", **width, "row_stride": "i32"},
             {"FRESH": True, "C": 512},

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from rl_engine.models.config import ModelConfig
 from rl_engine.ops import cublaslt, gemm_table, triton_gemm
 from rl_engine.ops.gemm_table import Choice
 from rl_engine.ops.triton_gemm import Tile
@@ -329,6 +330,15 @@ def run_fold(
     for index, (first, last) in enumerate(bounds):
         add = index > 0 or not empty
         cublaslt.product(dy[first:last].T, x[first:last].T, grad, algorithm, add=add)
+
+
+PARTS = ("unaligned",)
+
+
+def unaligned(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
+    """What is a product and in no table, as one part of the proof."""
+    del config  # such operands have no model's size
+    yield from tails(inputs)
 
 
 def tails(inputs: Inputs) -> Iterator[Case]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import importlib
 import json
+import math
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -33,18 +36,34 @@ from rl_engine.qualify.gpu.products import (
     Products,
     Shape,
     fold_tiles,
-    tails,
     tiles,
 )
 
 # Operators that are no matrix product. PARTS of a module names its functions (config, inputs) -> Iterator[Case]; each
 # runs in a process of its own, so that they compile side by side and one that breaks the device breaks no other.
-PROVERS = ("rl_engine.qualify.gpu_attention", "rl_engine.qualify.gpu_rows", "rl_engine.qualify.gpu_logp")
+PROVERS = (
+    *("rl_engine.qualify.gpu_attention", "rl_engine.qualify.gpu_rows", "rl_engine.qualify.gpu_logp"),
+    "rl_engine.qualify.gpu.products",
+)
+
+
+LEVELS = {  # first word of a price's name -> the guarantee that it belongs to
+    "forward": "L1-L3 products",
+    "attention": "L1-L3 attention",
+    "decode": "L1-L3 decode attention",
+    "rows": "L1-L3 norms, RoPE, SwiGLU",
+    "logp": "L1-L3 log-probabilities",
+    "dx": "L4 dX",
+    "fold": "L4 dW",
+    "attention-backward": "L4 attention",
+    "rows-backward": "L4 norms, RoPE, SwiGLU",
+    "logp-trained": "L4 log-probabilities, forward too",
+}
 
 
 @dataclasses.dataclass
 class GpuQualification:
-    """``prices``: shape -> rows -> (chosen, native) microseconds."""
+    """``prices``: shape or operator -> rows -> (ours, native) microseconds."""
 
     table: Table
     cases: list[Case]
@@ -64,20 +83,20 @@ class GpuQualification:
         return [case for case in self.cases if not case.holds and case.operator in ("product", "fold")]
 
     def levels(self) -> dict[str, dict[str, float]]:
-        """Price of each guarantee, time against native's, summed over the model's products.
+        """Price of each guarantee, time against native's: the model's products in sum, every other operator alone.
 
         L1, L2 and L3 are the same forward kernels; L4 adds the backward ones.
         """
-        sums: dict[str, dict[int, list[float]]] = {"L1-L3 forward": {}, "L4 dX": {}, "L4 dW": {}}
-        names = {"forward": "L1-L3 forward", "dx": "L4 dX", "fold": "L4 dW"}
+        sums: dict[str, dict[int, list[float]]] = {level: {} for level in LEVELS.values()}
         for shape, points in self.prices.items():
-            level = names.get(shape.partition(" ")[0])
+            level = LEVELS.get(shape.partition(" ")[0])
             for rows, pair in points.items() if level else ():
                 total = sums[str(level)].setdefault(rows, [0.0, 0.0])
                 total[0], total[1] = total[0] + pair[0], total[1] + pair[1]
         return {
             level: {str(rows): round(total[0] / total[1], 3) for rows, total in sorted(points.items())}
             for level, points in sums.items()
+            if points
         }
 
     def record(self) -> dict[str, Any]:
@@ -134,12 +153,12 @@ def prove(
     """
     started, identity, inputs = time.perf_counter(), gemm_table.identity(), Inputs()
     wanted = shapes(config, tp_sizes)
-    with _pool(PROVER_PROCESSES, 1) as pool:
-        parts = submit(pool, config)
-        warm(wanted, points)
-        say(f"{time.perf_counter() - started:.0f} s: kernels of the products compiled")
-        cases, entries, prices, proven = list(tails(inputs)) + list(controls(inputs)), {}, {}, {}
-        cases += collect(parts)  # no product is timed while another process is at work on the device
+    with _pool(PROVER_PROCESSES, 1) as provers, _pool(min(14, os.cpu_count() or 1)) as compilers:
+        parts, kernels = submit(provers, config), warm(compilers, wanted, points)
+        cases, entries, prices, proven = list(controls(inputs)), {}, {}, {}
+        concurrent.futures.wait(kernels)  # one that is not compiled by now is compiled where it is tried
+        say(f"{time.perf_counter() - started:.0f} s: {len(kernels)} kernels of products compiled")
+        cases += collect(parts, say)  # no product is timed while another process is at work on the device
     say(f"{time.perf_counter() - started:.0f} s: other operators compared")
     for shape in wanted:
         prover = (Folds if shape.kind == "fold" else Products)(shape, inputs)
@@ -170,44 +189,83 @@ PROVER_PROCESSES = 8
 Part = tuple[str, str]  # module, function
 
 
+Found = tuple[list[Case], float]  # cases of a part, its seconds
+
+
 def submit(
     pool: ProcessPoolExecutor, config: ModelConfig, provers: Sequence[str] = PROVERS
-) -> dict[Part, Future[list[Case]]]:
+) -> dict[Part, Future[Found]]:
     """Starts every part of the provers."""
     parts = [(module, name) for module in provers for name in importlib.import_module(module).PARTS]
     return {part: pool.submit(prove_part, part, config) for part in parts}
 
 
-def prove_part(part: Part, config: ModelConfig) -> list[Case]:
+def prove_part(part: Part, config: ModelConfig) -> Found:
     """The cases of one part; whatever keeps it from its end is one more, which fails and says why."""
     found: list[Case] = []
+    started = time.perf_counter()
     try:
         for case in getattr(importlib.import_module(part[0]), part[1])(config, Inputs()):
             found.append(case)
     except Exception as error:
         found.append(_broken(part, error))
-    return found
+    return found, time.perf_counter() - started
 
 
-def collect(parts: dict[Part, Future[list[Case]]]) -> list[Case]:
+def collect(parts: dict[Part, Future[Found]], say: Callable[[str], None] = lambda line: None) -> list[Case]:
     """All cases, in the order of the parts; a part whose process died is a case that fails."""
     found: list[Case] = []
     for part, future in parts.items():
         try:
-            found += future.result()
+            cases, seconds = future.result()
         except concurrent.futures.BrokenExecutor as error:
-            found.append(_broken(part, error))
+            cases, seconds = [_broken(part, error)], 0.0
+        failed = sum(not case.holds for case in cases)
+        say(f"{_name_of(part)}: {len(cases)} cases, {failed} failed, {seconds:.0f} s")
+        found += cases
     return found
 
 
+def operators(
+    config: ModelConfig, provers: Sequence[str] = PROVERS, say: Callable[[str], None] = lambda line: None
+) -> list[Case]:
+    """The cases of some provers alone."""
+    with _pool(PROVER_PROCESSES, 1) as pool:
+        return collect(submit(pool, config, provers), say)
+
+
+def _name_of(part: Part) -> str:
+    return f"{part[0].rpartition('.')[2].removeprefix('gpu_')} {part[1]}"
+
+
 def _broken(part: Part, error: Exception) -> Case:
-    operator, reason = part[0].rpartition(".")[2].removeprefix("gpu_"), " ".join(str(error).split())[:160]
-    return Case("proof", operator, f"{operator} {part[1]} broke off, {type(error).__name__}: {reason}", 1, 1)
+    reason = " ".join(str(error).split())[:160]
+    return Case("proof", "every", f"{_name_of(part)} broke off, {type(error).__name__}: {reason}", 1, 1)
 
 
-def _pool(processes: int, tasks: int | None = None) -> ProcessPoolExecutor:
-    """Fresh interpreters, since a forked one cannot use the device."""
-    return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=tasks)
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for its next task for ever, and hold the device's memory."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextlib.contextmanager
+def _pool(processes: int, tasks: int | None = None) -> Iterator[ProcessPoolExecutor]:
+    """Fresh interpreters, since a forked one cannot use the device; who is interrupted does not wait for them."""
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(processes, context, initializer=_end_with_parent, max_tasks_per_child=tasks)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
 
 
 def kept(config: ModelConfig, tp_sizes: Sequence[int] = (1,)) -> dict[str, Any] | None:
@@ -235,6 +293,14 @@ def keep(found: GpuQualification) -> None:
     first = found.failed[0]
     reason = f"{first.operator}, {first.provider}: {first.what}; {len(found.failed)} in all"
     gemm_table.keep(Table(found.table.identity, {}, found.table.digest, failed=reason))
+
+
+def price(found: GpuQualification, config: ModelConfig, say: Callable[[str], None] = lambda line: None) -> None:
+    """Adds the times of the operators that are no product to a proof that was kept, and to its record."""
+    from rl_engine.qualify.gpu import prices
+
+    found.prices |= prices.operators(config, Inputs(), say)
+    record_path(found.table.digest).write_text(json.dumps(found.record(), indent=1))
 
 
 def record_path(digest: str) -> Path:
@@ -267,36 +333,39 @@ def controls(inputs: Inputs, rows: int = 16, columns: int = 16, depth: int = 128
     yield Case("controls", "control", "a preloaded accumulator", size, differing(out, start + chain), True)
 
 
-def warm(wanted: Sequence[Shape], points: Sequence[int]) -> None:
+def warm(pool: ProcessPoolExecutor, wanted: Sequence[Shape], points: Sequence[int]) -> list[Future[None]]:
     """Compiles the candidates in processes of their own: Triton's cache on the disk hands them over."""
-    jobs: set[tuple[str, Tile]] = set()
+    jobs: set[Job] = set()
     for shape in wanted:
         if shape.kind == "fold":
-            jobs |= {("fold", tile) for tile in fold_tiles()}
-        else:
-            jobs |= {(shape.kind, tile) for rows in points for tile in (ANCHOR, *tiles(rows, shape.columns))}
-    count = min(14, (os.cpu_count() or 2) - 1, len(jobs))
-    if count < 2:
-        return
-    ordered = sorted(jobs, key=str)
-    with _pool(count) as pool:
-        list(pool.map(_compile, ordered, chunksize=max(1, len(ordered) // (4 * count))))
+            jobs |= {(shape.kind, tile, 2048, 512) for tile in fold_tiles()}
+            jobs |= {("chain", ANCHOR, depth, 512) for depth in (1, 16, 17, 64)}  # of a unit, each another kernel
+            continue
+        for tile in {ANCHOR, *(tile for rows in points for tile in tiles(rows, shape.columns))}:
+            tail = 0 if shape.depth % tile.depth == 0 else math.gcd(shape.depth, 16)
+            jobs.add((shape.kind, tile, 2048 + tail, 512 + shape.columns % 16))
+    return [pool.submit(_compile, job) for job in sorted(jobs, key=str)]
 
 
-def _compile(job: tuple[str, Tile]) -> None:
+Job = tuple[str, Tile, int, int]  # kind, tile, depth, columns
+
+
+def _compile(job: Job) -> None:
     """Runs a candidate once on small tensors; one that does not fit the device is refuted later, with its reason."""
-    kind, tile = job
+    kind, tile, depth, columns = job
     try:
         if kind == "fold":
             dy, x = (torch.zeros((64, 512), dtype=torch.bfloat16, device="cuda") for _ in range(2))
             triton_gemm.fold(dy, x, torch.zeros((512, 512), device="cuda"), ((0, 64),), tile)
             torch.cuda.synchronize()
             return
-        a, b = (torch.zeros((n, 2048), dtype=torch.bfloat16, device="cuda") for n in (128, 512))
-        if kind in ("dx", "dh"):
+        a, b = (torch.zeros((n, depth), dtype=torch.bfloat16, device="cuda") for n in (128, columns))
+        if kind in ("dx", "dh", "chain"):
             b = b.T.contiguous().T
-        for dtype in {"logits": (torch.float32,), "dh": (torch.float32,)}.get(kind, (torch.float32, torch.bfloat16)):
-            out = torch.zeros((128, 512), dtype=dtype, device="cuda")
+        if kind == "chain":
+            a = a.T.contiguous().T
+        for dtype in (torch.float32,) if kind in ("logits", "dh", "chain") else (torch.float32, torch.bfloat16):
+            out = torch.zeros((128, columns), dtype=dtype, device="cuda")
             old = out if kind == "dh" else torch.zeros_like(out).bfloat16() if kind == "residual" else None
             triton_gemm.product(a, b, out, tile, old)
         torch.cuda.synchronize()

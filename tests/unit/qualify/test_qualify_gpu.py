@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +49,7 @@ def proof(config: ModelConfig, tp: tuple[int, ...], cases: list[Case], digest: s
     choice = gemm_table.Choice(None, "00" * 64)
     entries = {str(shape): [(1, choice)] for shape in run.shapes(config, tp)}
     table = gemm_table.Table(dict(gemm_table.identity()), entries, digest)
-    found = run.GpuQualification(table, cases, PRICES, 1.5)
+    found = run.GpuQualification(table, cases, dict(PRICES), 1.5)
     if not found.failed:
         table.models[run.model(config)] = digest
     return found
@@ -61,7 +64,10 @@ def proofs(machine: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> tuple[li
         asked.append(tp)
         return proof(config, tp, list(cases), f"{len(asked)}" * 64)
 
+    times = {"attention 9 and 3 heads of 64": {4096: (3.0, 2.4)}}
     monkeypatch.setattr(run, "prove", prove)
+    monkeypatch.setattr(run, "Inputs", lambda: None)
+    monkeypatch.setattr("rl_engine.qualify.gpu.prices.operators", lambda config, inputs, say: times)
     return cases, asked
 
 
@@ -70,7 +76,10 @@ def test_a_sound_proof_is_kept_and_printed(proofs: Any, capsys: pytest.CaptureFi
     out, err = capsys.readouterr()
     assert proofs[1] == [(1, 2, 4)]
     assert "controls, split-K: caught" in out
-    assert "L1-L3 forward, time against native: 1 rows 1.5" in out and "L4 dW, time against native: 64 rows 0.25" in out
+    assert (
+        "L1-L3 products, time against native: 1 rows 1.5" in out and "L4 dW, time against native: 64 rows 0.25" in out
+    )
+    assert "L1-L3 attention, time against native: 4096 rows 1.25" in out and "L4 attention" not in out
     assert "0 failed, 1 candidates refuted and not chosen" in out and "3 of 8 DIFFER" in out
     assert "kept in" in err and "digest 1111111111111111" in err
     assert gemm_table.current().models == {run.model(DEMO): "1" * 64}
@@ -167,12 +176,48 @@ def test_a_part_that_cannot_run_is_a_failed_case_that_names_itself(tmp_path: Pat
     monkeypatch.syspath_prepend(tmp_path)
     found = {}
     for prover in ("rl_engine.qualify.gpu_logp", "dying_prover"):
-        with run._pool(1, 1) as pool:
-            (found[prover],) = run.collect(run.submit(pool, DEMO, (prover,)))
+        said: list[str] = []
+        (found[prover],) = run.operators(DEMO, (prover,), said.append)
+        assert len(said) == 1 and ": 1 cases, 1 failed, " in said[0]
     assert all(not case.holds for case in found.values())
     assert found["dying_prover"].what.startswith("dying_prover dies broke off, BrokenProcessPool: ")
     assert found["rl_engine.qualify.gpu_logp"].what.startswith("logp selected_logp broke off, ")
     assert run.GpuQualification(gemm_table.Table({}, {}), list(found.values()), {}, 0.0).failed == list(found.values())
+
+
+def test_no_worker_outlives_a_killed_proof(tmp_path: Path) -> None:
+    (tmp_path / "sleeping_prover.py").write_text(
+        "import multiprocessing, os, pathlib, time\n"
+        "if multiprocessing.parent_process() is not None:\n"
+        f"    pathlib.Path({str(tmp_path)!r}, 'worker').write_text(str(os.getpid()))\n"
+        "    time.sleep(300)\n"
+        "PARTS = ('sleeps',)\n"
+    )
+    (tmp_path / "main.py").write_text(
+        "from rl_engine.models.config import parse_config\nfrom rl_engine.qualify import cli\n"
+        "from rl_engine.qualify.gpu import run\n"
+        "if __name__ == '__main__':\n    run.operators(parse_config(cli.DEMO_SHAPE), ('sleeping_prover',))\n"
+    )
+    path = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    with subprocess.Popen([sys.executable, str(tmp_path / "main.py")], env=path) as proof:
+        try:
+            worker = int(_appears(tmp_path / "worker"))
+        finally:
+            proof.kill()
+    for _ in range(100):
+        if not Path(f"/proc/{worker}").exists():
+            return
+        time.sleep(0.1)
+    os.kill(worker, signal.SIGKILL)
+    raise AssertionError(f"worker {worker} lives on")
+
+
+def _appears(file: Path) -> str:
+    for _ in range(600):
+        if file.is_file() and file.read_text():
+            return file.read_text()
+        time.sleep(0.1)
+    raise AssertionError(f"no {file.name}")
 
 
 @pytest.mark.parametrize("module", run.PROVERS)
@@ -185,9 +230,12 @@ BLOCKED = """
 import sys
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"pydantic", "ray", "transformers", "safetensors", "rich", "psutil", "pyarrow"}:
+        if name.partition(".")[0] in {"pydantic", "ray", "transformers", "safetensors", "rich", "psutil", "hypothesis"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Blocked())
+if sys.argv[1] == "pytest":
+    import pytest
+    sys.exit(pytest.main("tests/gpu -k no_test_has_this_name -p no:hypothesispytest -p no:cacheprovider".split()) - 5)
 from rl_engine.entrypoints.repro import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -199,6 +247,7 @@ sys.exit(main(sys.argv[1:]))
         (["qualify", "--help"], "--model-root"),
         (["qualify", "--provider", "cpu", "--model-root", "MODEL", "--json"], '"cases"'),
         (["bench", "gpu", "--help"], "--family"),
+        (["pytest"], " deselected"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
