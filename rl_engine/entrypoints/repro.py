@@ -140,8 +140,8 @@ def _resume(args: argparse.Namespace) -> int:
     resume.check_resumable(found)
     if args.detach:
         return _room("rl_engine.orchestrators.detached", "run --detach").go_on(found, args.json)
-    local = _room("rl_engine.orchestrators.local", "run")
-    return local.run(list(found.plans), json_output=args.json, earlier=found.readers)
+    runs = _room("rl_engine.orchestrators.runs", "run")
+    return runs.run(list(found.plans), json_output=args.json, earlier=found.readers)
 
 
 def _output_root(args: argparse.Namespace) -> Path:
@@ -175,7 +175,7 @@ def _execute(args: argparse.Namespace, *, dry_run: bool, detach: bool) -> int:
     plans = [item.plan for item in resolved]
     if detach:
         return _room("rl_engine.orchestrators.detached", "run --detach").start(plans, json_output=args.json)
-    return _room("rl_engine.orchestrators.local", "run").run(plans, json_output=args.json)
+    return _room("rl_engine.orchestrators.runs", "run").run(plans, json_output=args.json)
 
 
 def _check_disk(subject: object) -> None:

@@ -53,7 +53,7 @@ def start(plans: list[Plan], *, json_output: bool) -> int:
     Raises:
         UserError: an input that cannot be used, or a directory that is taken; nothing was started or written.
     """
-    from rl_engine.orchestrators.local import check
+    from rl_engine.orchestrators.runs import check
 
     check(plans)
     for plan in plans:
@@ -81,7 +81,7 @@ def go_on(found: Found, json_output: bool) -> int:
 
 def main(run: str) -> int:
     """The child: goes on with ``run`` and leaves its exit code beside its console."""
-    from rl_engine.orchestrators import local
+    from rl_engine.orchestrators import runs
 
     found = find(run, None)
     code = 3
@@ -93,7 +93,7 @@ def main(run: str) -> int:
     ):
         try:
             check_resumable(found)
-            code = local.run(list(found.plans), json_output=False, earlier=found.readers)
+            code = runs.run(list(found.plans), json_output=False, earlier=found.readers)
         except UserError as error:
             code = 2
             sys.stderr.write(f"rlk-repro: {' '.join(str(error).split())}\n")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,16 +16,13 @@ from rl_engine.engines.evidence import sample_batch
 from rl_engine.engines.setup import model_config
 from rl_engine.engines.train.grpo import group_advantages
 from rl_engine.engines.types import Request, Sample, UpdateResult, canonical
-from rl_engine.orchestrators.actors import SOURCE_ROOT, BaselineWorker
+from rl_engine.orchestrators.actors import SOURCE_ROOT
 from rl_engine.orchestrators.display import Advance, Display, Stopwatch, step_line
 from rl_engine.orchestrators.fleet import Fleet
-from rl_engine.orchestrators.interrupts import interruptible
 from rl_engine.orchestrators.memory import MemoryWatch
-from rl_engine.orchestrators.ray_head import Head, HeadFailed, ray_head
+from rl_engine.orchestrators.ray_head import Head
 from rl_engine.orchestrators.resume import check_inputs_unchanged, input_digests
-from rl_engine.orchestrators.supervise import Word, supervise
 from rl_engine.orchestrators.tokens import Tokenizer
-from rl_engine.orchestrators.verdict import print_runs, verdict
 from rl_engine.records.checkpoints import latest_checkpoint, write_checkpoint
 from rl_engine.records.codec import RecordError
 from rl_engine.records.environment import collect_environment, source_record
@@ -69,7 +64,7 @@ class LocalRun:
         self.tokenizer = Tokenizer(Path(plan.model_root))
         self.prompts = open_prompts(plan.data.source, plan.data.path, plan.data.seed)
         for step in range(min(plan.rollouts, math.ceil(CHECKED_PROMPTS / plan.data.prompts_per_step))):
-            self._requests(self.prompts.batch(step, plan.data.prompts_per_step))
+            self.requests(self.prompts.batch(step, plan.data.prompts_per_step))
         self.started = False
         self.steps: list[StepRecord] = earlier.steps() if self.finished and earlier is not None else []
         self.fleet: Any = None
@@ -143,7 +138,7 @@ class LocalRun:
         for step in range(first, self.plan.rollouts):
             watch, seconds = Stopwatch(), {}
             prompts = self.prompts.batch(step, self.plan.data.prompts_per_step)
-            requests = self._requests(prompts)
+            requests = self.requests(prompts)
             samples, seconds["rollout"] = self._generate(requests, step)
             samples = canonical(samples)
             watch.lap()
@@ -170,11 +165,11 @@ class LocalRun:
         self._environment("start")
         with self.display.task(f"{self.plan.mode}: starting engines"):
             self.fleet = Fleet(self.head, self.plan)
-            for member, pid in self._guard(lambda: self.fleet.every("pid")):
+            for member, pid in self.guard(lambda: self.fleet.every("pid")):
                 self.pids[member.name] = pid
                 self.writer.event("worker_started", engine=member.engine, rank=member.rank, pid=pid)
-            self._guard(lambda: self.fleet.every("open"))
-            for _, record in self._guard(lambda: self.fleet.every("environment")):
+            self.guard(lambda: self.fleet.every("open"))
+            for _, record in self.guard(lambda: self.fleet.every("environment")):
                 self.writer.environment(record)
         self._sync(0)  # on resuming too: the model must be the one that the run began with
 
@@ -192,7 +187,7 @@ class LocalRun:
             first, why = 0, error.found
         else:
             with self.display.task(f"{self.plan.mode}: restoring the trainer"):
-                self._guard(lambda: self.fleet.train("restore", str(folder)))
+                self.guard(lambda: self.fleet.train("restore", str(folder)))
             self._sync(state.weight_version)
             first, why = state.next_step, "; ".join(passed_over)
         self.writer.event("resumed", first_step=first, finished_steps=done, passed_over=why)
@@ -202,7 +197,7 @@ class LocalRun:
 
     def _save(self, done: int) -> None:
         """What this step must leave before it counts as finished: measured calls, and the trainer's state when due."""
-        for member, routes in self._guard(lambda: self.fleet.every("routes")):
+        for member, routes in self.guard(lambda: self.fleet.every("routes")):
             self.writer.routes(member.engine, member.rank, routes)
         every = self.plan.checkpoint_every
         if every and done % every == 0:
@@ -214,7 +209,7 @@ class LocalRun:
                 save=lambda folder: self._train("saving its state", "save", str(folder)),
             )
 
-    def _requests(self, prompts: list[Prompt]) -> list[Request]:
+    def requests(self, prompts: list[Prompt]) -> list[Request]:
         """Every sample of a step to draw.
 
         Raises:
@@ -298,11 +293,11 @@ class LocalRun:
     def _generate(self, requests: list[Request], step: int) -> tuple[list[Sample], float]:
         stops = self.tokenizer.stop_tokens
         with self.display.task(f"{self.plan.mode}: generating") as advance:
-            return self._guard(lambda: self.fleet.generate(requests, step, stops, self._shown(advance)))
+            return self.guard(lambda: self.fleet.generate(requests, step, stops, self._shown(advance)))
 
     def _train(self, what: str, method: str, *arguments: Any) -> Any:
         with self.display.task(f"{self.plan.mode}: {what}") as advance:
-            return self._guard(lambda: self.fleet.train(method, *arguments, advance=self._shown(advance)))
+            return self.guard(lambda: self.fleet.train(method, *arguments, advance=self._shown(advance)))
 
     def _shown(self, advance: Advance) -> Advance | None:
         """Progress is asked for only where it can be seen."""
@@ -311,11 +306,11 @@ class LocalRun:
     def _sync(self, version: int) -> None:
         """The trainer's weights to every rollout rank; the first version is already there, from the checkpoint."""
         with self.display.task(f"{self.plan.mode}: weights"):
-            snapshots, digests = self._guard(self.fleet.export)
+            snapshots, digests = self.guard(self.fleet.export)
             digest = self.writer.weights(version, digests)
             if version:
-                self._guard(lambda: self.fleet.load(snapshots))
-            for member, equal in self._guard(lambda: self.fleet.held(snapshots, digests)):
+                self.guard(lambda: self.fleet.load(snapshots))
+            for member, equal in self.guard(lambda: self.fleet.held(snapshots, digests)):
                 if not equal:
                     raise RunFailed(f"{member.name} holds other weights than version {version} of the trainer")
                 place = {"engine": member.engine, "rank": member.rank}
@@ -364,12 +359,12 @@ class LocalRun:
 
     def _end(self, memory: MemoryWatch) -> None:
         if self.fleet is not None:
-            for _, record in self._guard(lambda: self.fleet.every("closing_environment")):
+            for _, record in self.guard(lambda: self.fleet.every("closing_environment")):
                 self.writer.environment(record)
-            for member, sent in self._guard(lambda: self.fleet.every("sent")):
+            for member, sent in self.guard(lambda: self.fleet.every("sent")):
                 if sent:
                     self.writer.event("bytes_sent", engine=member.engine, rank=member.rank, **sent)
-            for member, peak in self._guard(lambda: self.fleet.every("peak_resident")):
+            for member, peak in self.guard(lambda: self.fleet.every("peak_resident")):
                 sizes = {"peak_pss_bytes": memory.peaks.get(self.pids[member.name], 0), "peak_rss_bytes": peak}
                 self.writer.event("worker_memory", engine=member.engine, rank=member.rank, **sizes)
         self._environment("end")
@@ -408,7 +403,7 @@ class LocalRun:
         self.writer.event(kind, **fields)
         self._say(f"{self.plan.mode}: {text}")
 
-    def _guard(self, call: Callable[[], T]) -> T:
+    def guard(self, call: Callable[[], T]) -> T:
         """What ``call`` gets from workers; their failure as one of ours."""
         errors = self.ray.exceptions
         try:
@@ -439,113 +434,3 @@ class LocalRun:
                 self.writer.event("worker_died", engine=member.engine, rank=member.rank, pid=pid)
                 return f"{member.name} (process {pid}) died: killed from outside, by a crash or for want of memory"
         return " ".join(str(error).split())[:300]
-
-
-# -- one or two runs, and the verdict
-
-
-def check(plans: list[Plan]) -> None:
-    """Everything about new runs that can be judged before anything starts.
-
-    Raises:
-        UserError: an input that cannot be used.
-    """
-    for plan in plans:
-        LocalRun(plan, Display())
-
-
-def run(plans: list[Plan], *, json_output: bool, earlier: Sequence[RunReader | None] = ()) -> int:
-    """Runs every plan in turn, validates each, and judges a pair. Returns the exit code.
-
-    Args:
-        earlier: for every plan the directory to go on with, or None; empty where all are new.
-
-    Raises:
-        UserError: an input that cannot be used; nothing has run, or the run directory says what happened.
-        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; the run directory says so.
-    """
-    display = Display()
-    runs = [LocalRun(plan, display, old) for plan, old in zip(plans, earlier or [None] * len(plans), strict=True)]
-    word = supervise(lambda why: _lost(runs, why, json_output))
-    status, code = "failed", 3
-    try:
-        with interruptible():
-            code = _run_all(runs, display, word)
-        status = "failed" if code else "succeeded"
-    except (RunFailed, HeadFailed) as error:
-        display.say(f"rlk-repro: run failed: {error}{_remains(runs)}")
-    except UserError:
-        code = 2
-        raise
-    except KeyboardInterrupt:
-        status, code = "interrupted", 130
-        display.say(f"interrupted{_remains(runs)}")
-        raise
-    except BrokenPipeError:
-        code = 141
-        raise
-    finally:
-        try:
-            print_runs([local.plan for local in runs if local.started or local.finished], status, json_output)
-        finally:
-            word.ended(code)
-    return code
-
-
-def _lost(runs: list[LocalRun], why: str, json_output: bool) -> None:
-    """Says for a run what its process could not."""
-    for local in runs:
-        folder = Path(local.plan.run_dir)
-        if local.finished or not (folder / "plan.json").exists():
-            continue
-        local.started = True
-        with contextlib.suppress(OSError, UserError):
-            local.writer = RunWriter.take_over(folder, "failed", why)
-            local.steps = RunReader(folder).steps()
-            local.leave()
-            local.writer.close()
-    runs[0].display.say(f"rlk-repro: run failed: {why}{_remains(runs)}")
-    print_runs([local.plan for local in runs if local.started or local.finished], "failed", json_output)
-
-
-def _run_all(runs: list[LocalRun], display: Display, word: Word) -> int:
-    plans = [local.plan for local in runs]
-    open_runs = [local for local in runs if not local.finished]
-    model_bytes = 2 * sum(math.prod(shape) for shape in runs[0].config.tensor_shapes().values())
-    baseline = None
-    with MemoryWatch() as memory, contextlib.ExitStack() as stack:
-        if open_runs:
-            with display.task("starting Ray"):
-                head = stack.enter_context(ray_head(plans[0].threads, model_bytes, word.folder))
-        # Both directories of a pair before its first run: whatever happens then, both plans are there to go on with.
-        for local in open_runs:
-            stack.callback(local.leave)
-            local.claim()
-        for local in open_runs:
-            local.run(head, memory)
-        if len(runs) == 2 and runs[0].fleet is not None:
-            baseline = _baseline(runs[0])
-    return verdict(plans, [local.steps for local in runs], display, baseline, memory.peak)
-
-
-def _baseline(local: LocalRun) -> tuple[int, float]:
-    """(tokens, seconds) of transformers' generate on the first step's prompts."""
-    requests = local._requests(local.prompts.batch(0, local.plan.data.prompts_per_step))
-    worker = local.head.start(BaselineWorker, local.plan)
-    try:
-        with local.display.task("transformers: generating, for comparison"):
-            tokens = [list(request.tokens) for request in requests]
-            return local._guard(lambda: local.fleet.wait([worker.measure.remote(tokens)])[0])
-    finally:
-        local.head.stop([worker])
-
-
-def _remains(runs: list[LocalRun]) -> str:
-    """What is left and how to go on, in words, after a run that did not end well."""
-    begun = [local for local in runs if local.started and hasattr(local, "writer") and local.writer.attempts]
-    if not begun:
-        return ""
-    last = begun[-1]
-    where = f"; {len(last.steps)} finished steps are in {last.plan.run_dir}, log {last.writer.log_path}"
-    name = last.plan.run_dir if last.plan.pair_id is None else os.path.join(last.plan.output_root, last.plan.pair_id)
-    return f"{where}; go on with: rlk-repro run --resume {shlex.quote(name)}"

@@ -19,7 +19,7 @@ Run = Callable[..., str]
 def refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs a command line in this process, which ends before Ray starts; returns its one line."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rl_engine.orchestrators.local._run_all", lambda *_: pytest.fail("the run started"))
+    monkeypatch.setattr("rl_engine.orchestrators.runs._run_all", lambda *_: pytest.fail("the run started"))
     file = profile(tmp_path)
 
     def run(*arguments: str, model_root: Path = model) -> str:

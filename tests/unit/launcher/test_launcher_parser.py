@@ -93,7 +93,7 @@ def test_run_hands_both_plans_to_the_orchestrator(monkeypatch, capsys, tmp_path)
         seen.update(plans=plans, json_output=json_output)
         return 1
 
-    monkeypatch.setitem(sys.modules, "rl_engine.orchestrators.local", types.SimpleNamespace(run=run, __spec__=None))
+    monkeypatch.setitem(sys.modules, "rl_engine.orchestrators.runs", types.SimpleNamespace(run=run, __spec__=None))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     model = tmp_path / "model"
     model.mkdir()
