@@ -47,6 +47,14 @@ if INTERPRETED:  # the interpreter runs neither assembly nor the device library;
     def log1p(x):
         return tl.log(1.0 + x)
 
+    @triton.jit
+    def widen(x):
+        return x.to(tl.float32)
+
+    @triton.jit
+    def round_bf16(x):
+        return x.to(tl.bfloat16).to(tl.float32)
+
 else:
 
     @core.builtin
@@ -56,6 +64,36 @@ else:
             return tl.div_rn(1.0, x, _semantic=_semantic)
         return tl.inline_asm_elementwise(
             "rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1, _semantic=_semantic
+        )
+
+    @core.builtin
+    def widen(x, _semantic=None):
+        """bf16 to fp32, two elements in two instructions."""
+        if _semantic.builder.options.backend_name != "cuda":
+            return x.to(tl.float32, _semantic=_semantic)
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=f,=f,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+            _semantic=_semantic,
+        )
+
+    @core.builtin
+    def round_bf16(x, _semantic=None):
+        """The fp32 value of bf16(x), nearest even; two elements in three instructions, none of them a slow one."""
+        if _semantic.builder.options.backend_name != "cuda":
+            return x.to(tl.bfloat16, _semantic=_semantic).to(tl.float32, _semantic=_semantic)
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000; }",
+            "=f,=f,f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+            _semantic=_semantic,
         )
 
     @triton.jit

@@ -32,7 +32,7 @@ from rl_engine.qualify.gpu.products import Case, close
 
 LAYOUT = PackedLayout((1, 63, 66, 1100), (4,))
 OTHER: dict[str, Any] = {"forward": Tile(64, 64, 4, 2), "dq": Tile(64, 32, 4, 2), "dkv": Tile(64, 64, 4, 2)}
-OTHER |= {"hopper": 0, "hopper_dq": None}
+OTHER |= {"hopper": 0, "hopper_dq": None, "hopper_dkv": 0}
 GRADIENTS = ("dQ", "dK", "dV")
 
 

@@ -51,6 +51,12 @@ def norms(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
     yield _case("rms_norm", "backward", tested.gradients(dy, x, here, eps, LAYOUT), expected)
     assert here.grad is not None and there.grad is not None
     yield _case("rms_norm", "gain", here.grad, there.grad)
+    dx, terms = tested.backward(dy, x, here, eps, True)
+    wanted = reference.backward(dy.cpu(), x.cpu(), there, eps, True)[1]
+    assert terms is not None and wanted is not None
+    yield _case("rms_norm", "backward alone", tested.backward(dy, x, here, eps, False)[0], expected)
+    yield _case("rms_norm", "backward that keeps the gain's terms", dx, expected)
+    yield _case("rms_norm", "gain's terms", terms, wanted)
     branch = torch.randn(x.shape, generator=inputs.random, device=x.device)
     stream = (x.float() + branch).bfloat16()
     added, normed = tested.forward_residual(x, branch, here, eps)
@@ -97,6 +103,8 @@ def rotation(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
         return
     joined = qk_norm_rope(q, k, *weights, eps, positions, there)
     back = qk_norm_rope_backward(*grads, q, k, *weights, eps, positions, there, LAYOUT)
+    frozen = tuple(Weight("gain", weight.value, weight.parts) for weight in weights)
+    alone = qk_norm_rope_backward(*grads, q, k, *frozen, eps, positions, there, LAYOUT)
     for i, (name, x, (here, cpu)) in enumerate(zip("qk", (q, k), pairs, strict=True)):
         expected = rope.rotate(norm.forward(x.cpu(), cpu, eps), LAYOUT.positions, table, 1.0)
         yield _case("qk_norm", f"with RoPE, {name}", joined[i], expected)
@@ -106,6 +114,7 @@ def rotation(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
         turned = rope.rotate(grads[i].cpu(), LAYOUT.positions, table, -1.0)
         expected = norm.gradients(turned, x.cpu(), cpu, eps, LAYOUT)
         yield _case("qk_norm", f"with RoPE, backward, {name}", back[i], expected)
+        yield _case("qk_norm", f"with RoPE, backward, frozen gains, {name}", alone[i], expected)
 
 
 @triton.jit

@@ -48,7 +48,7 @@ def provider(*choice: tuple[int, int, int, int]) -> Any:
         return TritonAttention()
     forward, dq, dkv = (Tile(*tile) for tile in choice)
     changes = {"forward": forward, "prefill": forward, "dq": dq, "dkv": dkv}
-    tiles = dataclasses.replace(TILES[128], **changes, hopper=0, hopper_dq=None)
+    tiles = dataclasses.replace(TILES[128], **changes, hopper=0, hopper_dq=None, hopper_dkv=0)
     return TritonAttention(dict.fromkeys(TILES, tiles))
 
 

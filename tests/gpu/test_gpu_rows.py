@@ -52,6 +52,7 @@ def test_norm_has_the_references_bits(width: int, rows: int) -> None:
     found = tested.backward(views[1], views[0], gpu, 1e-6, True)
     same(found[0], expected[0], "dx")
     same(found[1], expected[1], "terms")
+    same(tested.backward(views[1], views[0], gpu, 1e-6, False)[0], expected[0], "dx alone")
     branch = f32_randn(rows, width, seed=3)
     stream = (x.float() + branch).bfloat16()
     added, normed = tested.forward_residual(views[0], branch.cuda(), gpu, 1e-6)
@@ -137,6 +138,9 @@ def test_fused_qk_norm_and_rope_have_the_separate_operators_bits(width: int) -> 
         expected = norm.gradients(rope.rotate(d, positions, table, -1.0), x, w, 1e-6, LAYOUT)
         same(a, expected, "backward")
         same(grad, expected_grad, "gain")
+    frozen = [gain(width, "cuda"), gain(width, "cuda")]
+    for a, b in zip(qk_norm_rope_backward(*inputs, *frozen, 1e-6, positions.cuda(), there, LAYOUT), found, strict=True):
+        same(a, b, "backward, frozen gains")
 
 
 @pytest.mark.parametrize("width", [1, 300, 1537, 12288])

@@ -89,7 +89,17 @@ def hopper_backward() -> list[Kernel]:
         targets=("cuda:90",),
         fma=True,
     )
-    return [dq]
+    dkv = Kernel(
+        *(module, "attention_hopper_dkv_kernel"),
+        {**kinds("q_d k_d v_d do_d", rows), **kinds("dk dv", "*bf16"), **numbers}
+        | kinds("dk_token dk_head dv_token dv_head kv_heads", "i32"),
+        {"GROUP": 4, "D": 128, "STAGES": 2, "TOGETHER": 8, "REGISTERS": 240},
+        unaligned=("kv_heads",),
+        layouts={"ROWS": (64, 128)},
+        targets=("cuda:90",),
+        fma=True,
+    )
+    return [dq, dkv]
 
 
 def attention_backward() -> list[Kernel]:
@@ -171,16 +181,16 @@ def rotations() -> list[Kernel]:
         *(module, "qk_norm_rope_kernel"),
         {**kinds("q k wq wk yq yk", "*bf16"), **table, "eps": "fp32"}
         | kinds("tokens q_token k_token heads kv_heads", "i32"),
-        {"R": 16, "HALF": 64, "EACH": 8},
+        {"R": 1, "EACH": 8, "STEPS": 4, "HALF": 64},
         unaligned=("tokens", "heads", "kv_heads"),
     )
     backward = Kernel(
         *(module, "qk_norm_rope_bwd_kernel"),
         {**kinds("dq dk q k wq wk xq xk", "*bf16"), **kinds("part_q part_k", "*fp32"), **table, "pieces": "*i32"}
-        | {"eps": "fp32", **kinds("dq_token dk_token q_token k_token heads kv_heads", "i32")},
-        {"R": 64, "HALF": 64, "GAIN": True, "EACH": 1},
-        warps=8,
-        unaligned=("heads", "kv_heads"),
+        | {"eps": "fp32", **kinds("tokens dq_token dk_token q_token k_token heads kv_heads", "i32")},
+        {"R": 1, "EACH": 8, "STEPS": 8, "HALF": 64, "GAIN": True},
+        warps=2,
+        unaligned=("tokens", "heads", "kv_heads"),
     )
     return [rope, forward, backward]
 

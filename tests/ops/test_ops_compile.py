@@ -193,4 +193,4 @@ def test_no_kernel_is_left_out() -> None:
             if isinstance(node, ast.Assign):
                 names = [target.id for target in node.targets if isinstance(target, ast.Name)]
             found |= {name for name in names if name.endswith("_kernel")}
-    assert found == {kernel.name for kernel in KERNELS}
+    assert found == {kernel.name for kernel in KERNELS if kernel.module.startswith("rl_engine.ops.")}

@@ -1,8 +1,8 @@
-"""dQ of attention for Hopper: the block step of ``triton_backward``, warp-specialized by hand in Gluon.
+"""Attention backward for Hopper: the blocks of ``triton_backward``, warp-specialized by hand in Gluon.
 
-One warp brings blocks of K and V into shared memory with the bulk copy engine; two groups of four warps take 64 queries
-each. Only what is in flight differs: every row sees the same operations in the same order, so the bits are the
-anchor's.
+One warp brings blocks into shared memory with the bulk copy engine; two groups of four warps take 64 rows of the result
+each. Scores are computed transposed for dK and dV, so that P and dS are the matrix unit's register operand as they are.
+Only what is in flight differs: every row sees the same operations in the same order, so the bits are the anchor's.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from rl_engine.ops.attention.hopper_forward import descriptor, shared_rows
 
 QUERIES = 128  # of one program of dQ
+KEYS = 128  # of one program of dK and dV
 STEP = gl.constexpr(64)  # rows of a block in shared memory
 REGISTERS = 240  # of a thread that computes
 
@@ -40,6 +41,183 @@ def clear_behind(block, last, N: gl.constexpr, ROWS: gl.constexpr):
     held = block.load(ROWS)
     n = gl.arange(0, N, layout=gl.SliceLayout(1, ROWS))
     block.store(gl.where((n <= last)[:, None], held, gl.zeros_like(held)))
+
+
+@gluon.jit
+def fold_queries(
+    part: gl.constexpr, k_s, v_s, q_s, do_s, full_k, full_v, full_q, empty_q, full_do, empty_do, lse_s, delta_s, dk, dv,
+    c, scale, first, count, start, length, kv_head, dk_token, dk_head, dv_token, dv_head,
+    GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of 64 of the program's 128 keys, by four warps."""
+    S_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
+    O_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    COLS: gl.constexpr = gl.SliceLayout(0, S_MMA)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, O_MMA, 2)
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    mine, diagonal = first + STEP * part, first // STEP * STEP
+    blocks = (length - diagonal + STEP - 1) // STEP
+    keys = mine + gl.arange(0, STEP, layout=gl.SliceLayout(1, S_MMA))
+    n = gl.arange(0, STEP, layout=COLS)
+    zero = gl.zeros((STEP, STEP), gl.float32, layout=S_MMA)
+    dk_acc = gl.zeros((STEP, D), gl.float32, layout=O_MMA)
+    dv_acc = gl.zeros((STEP, D), gl.float32, layout=O_MMA)
+    k, v = k_s.index(part), v_s.index(part)
+    mbarrier.wait(full_k, 0)
+    mbarrier.wait(full_v, 0)
+    for member in range(0, GROUP):
+        if part == 1:  # the first block's queries are in front of all these keys
+            turn = member * blocks
+            slot, phase = turn % STAGES, turn // STAGES & 1
+            mbarrier.wait(full_q.index(slot), phase)
+            mbarrier.wait(full_do.index(slot), phase)
+            mbarrier.arrive(empty_q.index(slot))
+            mbarrier.arrive(empty_do.index(slot))
+        for block in range(part, blocks):
+            turn = member * blocks + block
+            slot, phase = turn % STAGES, turn // STAGES & 1
+            query = diagonal + block * STEP
+            q, do = q_s.index(slot), do_s.index(slot)
+            mbarrier.wait(full_q.index(slot), phase)
+            if query + STEP > length:  # both groups write the same zeros
+                mbarrier.wait(full_do.index(slot), phase)
+                clear_behind(q, length - query - 1, STEP, ROWS)
+                clear_behind(do, length - query - 1, STEP, ROWS)
+                fence_async_shared()
+                gl.thread_barrier()
+            lse_M = lse_s.index(slot).load(COLS)
+            s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+            mbarrier.wait(full_do.index(slot), phase)
+            dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+            delta_M = delta_s.index(slot).load(COLS)
+            s = warpgroup_mma_wait(1, deps=[s])
+            p = gl.exp2(gl.fma(s, zero + c, zero - lse_M[None, :]))
+            if query < mine + STEP - 1:
+                p = gl.where(keys[:, None] <= (query + n)[None, :], p, 0.0)
+            p_op = gl.convert_layout(p.to(gl.bfloat16), OPERAND)
+            dv_acc = warpgroup_mma(p_op, do, dv_acc, is_async=True)
+            dp = warpgroup_mma_wait(1, deps=[dp])
+            ds_op = gl.convert_layout((p * (dp - delta_M[None, :])).to(gl.bfloat16), OPERAND)
+            dk_acc = warpgroup_mma(ds_op, q, dk_acc, is_async=True)
+            dv_acc, p_op = warpgroup_mma_wait(1, deps=[dv_acc, p_op])
+            mbarrier.arrive(empty_do.index(slot))
+            dk_acc, ds_op = warpgroup_mma_wait(0, deps=[dk_acc, ds_op])
+            mbarrier.arrive(empty_q.index(slot))
+    n = STEP * part + gl.arange(0, STEP, layout=gl.SliceLayout(1, O_MMA))
+    cols = gl.arange(0, D, layout=gl.SliceLayout(0, O_MMA))
+    rows, valid = (start + first + n).to(gl.int64)[:, None], (n < count)[:, None]
+    gl.store(
+        dk + rows * dk_token + kv_head * dk_head + cols[None, :], (dk_acc * scale).to(dk.dtype.element_ty), mask=valid
+    )
+    gl.store(dv + rows * dv_token + kv_head * dv_head + cols[None, :], dv_acc.to(dv.dtype.element_ty), mask=valid)
+
+
+@gluon.jit
+def fold_first(
+    k_s, v_s, q_s, do_s, full_k, full_v, full_q, empty_q, full_do, empty_do, lse_s, delta_s, dk, dv,
+    c, scale, first, count, start, length, kv_head, dk_token, dk_head, dv_token, dv_head,
+    GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    fold_queries(0, k_s, v_s, q_s, do_s, full_k, full_v, full_q, empty_q, full_do, empty_do, lse_s, delta_s, dk, dv,
+                 c, scale, first, count, start, length, kv_head, dk_token, dk_head, dv_token, dv_head,
+                 GROUP, D, STAGES)  # fmt: skip
+
+
+@gluon.jit
+def fold_second(
+    k_s, v_s, q_s, do_s, full_k, full_v, full_q, empty_q, full_do, empty_do, lse_s, delta_s, dk, dv,
+    c, scale, first, count, start, length, kv_head, dk_token, dk_head, dv_token, dv_head,
+    GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    fold_queries(1, k_s, v_s, q_s, do_s, full_k, full_v, full_q, empty_q, full_do, empty_do, lse_s, delta_s, dk, dv,
+                 c, scale, first, count, start, length, kv_head, dk_token, dk_head, dv_token, dv_head,
+                 GROUP, D, STAGES)  # fmt: skip
+
+
+@gluon.jit
+def bring_queries(
+    q_d, k_d, v_d, do_d, lse, delta, k_s, v_s, q_s, do_s, lse_s, delta_s,
+    full_k, full_v, full_q, empty_q, full_do, empty_do, first, start, length, kv_head, lse_head, delta_head,
+    GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copies K and V, then Q with LSE and dO with delta block by block, head by head, into slots that both groups have
+    given back. LSE and delta go through registers: their rows start anywhere, the copy engine reads from multiples of
+    16 bytes. Behind the sample they are 0."""
+    n = gl.arange(0, STEP, layout=gl.BlockedLayout([2], [32], [1], [0]))
+    diagonal = first // STEP * STEP
+    blocks = (length - diagonal + STEP - 1) // STEP
+    mbarrier.expect(full_k, 2 * k_d.block_type.nbytes)
+    for part in gl.static_range(2):
+        tma.async_copy_global_to_shared(k_d, [start + first + STEP * part, kv_head * D], full_k, k_s.index(part))
+    mbarrier.expect(full_v, 2 * v_d.block_type.nbytes)
+    for part in gl.static_range(2):
+        tma.async_copy_global_to_shared(v_d, [start + first + STEP * part, kv_head * D], full_v, v_s.index(part))
+    for turn in range(0, GROUP * blocks):
+        slot, phase = turn % STAGES, (turn // STAGES & 1) ^ 1
+        head, query = kv_head * GROUP + turn // blocks, diagonal + turn % blocks * STEP
+        row, inside = start + query, n < length - query
+        lse_M = gl.load(lse + head.to(gl.int64) * lse_head + row + n, mask=inside, other=0.0)
+        delta_M = gl.load(delta + head.to(gl.int64) * delta_head + row + n, mask=inside, other=0.0)
+        mbarrier.wait(empty_q.index(slot), phase)
+        lse_s.index(slot).store(lse_M)
+        gl.thread_barrier()
+        mbarrier.expect(full_q.index(slot), q_d.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_d, [row, head * D], full_q.index(slot), q_s.index(slot))
+        mbarrier.wait(empty_do.index(slot), phase)
+        delta_s.index(slot).store(delta_M)
+        gl.thread_barrier()
+        mbarrier.expect(full_do.index(slot), do_d.block_type.nbytes)
+        tma.async_copy_global_to_shared(do_d, [row, head * D], full_do.index(slot), do_s.index(slot))
+
+
+@gluon.jit
+def attention_hopper_dkv_kernel(
+    q_d, k_d, v_d, do_d, lse, delta, dk, dv, items, c, scale,
+    dk_token, dk_head, dv_token, dv_head, lse_head, delta_head, kv_heads,
+    ROWS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    TOGETHER: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of 128 keys of one KV head. items int32 [tiles, 4]: first key's position, count, the sample's first row
+    and length. ROWS: layout of 64 rows in shared memory."""
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    kv_head, tile = place(kv_heads, TOGETHER)
+    item = items + tile * 4
+    first, count, start, length = gl.load(item), gl.load(item + 1), gl.load(item + 2), gl.load(item + 3)
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [2, STEP, D], ROWS)
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [2, STEP, D], ROWS)
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, STEP, D], ROWS)
+    do_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, STEP, D], ROWS)
+    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, STEP], LINE)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, STEP], LINE)
+    full_k = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full_v = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full_q = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty_q = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full_do = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty_do = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(full_k, count=1)
+    mbarrier.init(full_v, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full_q.index(i), count=1)
+        mbarrier.init(full_do.index(i), count=1)
+        mbarrier.init(empty_q.index(i), count=2)
+        mbarrier.init(empty_do.index(i), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (fold_first, (k_s, v_s, q_s, do_s, full_k, full_v, full_q, empty_q, full_do, empty_do, lse_s, delta_s,
+                          dk, dv, c, scale, first, count, start, length, kv_head, dk_token, dk_head, dv_token,
+                          dv_head, GROUP, D, STAGES)),
+            (fold_second, (k_s, v_s, q_s, do_s, full_k, full_v, full_q, empty_q, full_do, empty_do, lse_s, delta_s,
+                           dk, dv, c, scale, first, count, start, length, kv_head, dk_token, dk_head, dv_token,
+                           dv_head, GROUP, D, STAGES)),
+            (bring_queries, (q_d, k_d, v_d, do_d, lse, delta, k_s, v_s, q_s, do_s, lse_s, delta_s,
+                             full_k, full_v, full_q, empty_q, full_do, empty_do, first, start, length, kv_head,
+                             lse_head, delta_head, GROUP, D, STAGES)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -186,6 +364,39 @@ def attention_hopper_dq_kernel(
     )  # fmt: skip
 
 
+def gradients_of_keys(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    items: Tensor,
+    numbers: tuple[float, float],
+    stages: int,
+) -> None:
+    """dk, dv [T, kv_heads, D] (bf16; fp32 for a proof) of key tiles, from bf16 q, dout [T, heads, D], k, v and fp32
+    lse, delta [T, heads] with neighbouring rows; ``stages`` blocks of Q and dO in flight."""
+    heads, width, kv_heads = q.shape[1], q.shape[2], k.shape[1]
+    if not items.shape[0]:
+        return
+    layout = shared_rows(width)
+    attention_hopper_dkv_kernel[(kv_heads * items.shape[0],)](
+        *(*(descriptor(x, layout) for x in (q, k, v, dout)), lse, delta, dk, dv, items, *numbers),
+        *(*dk.stride()[:2], *dv.stride()[:2], lse.stride(1), delta.stride(1), kv_heads),
+        ROWS=layout,
+        GROUP=heads // kv_heads,
+        D=width,
+        STAGES=stages,
+        TOGETHER=kv_heads,
+        REGISTERS=REGISTERS,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+
+
 def gradients_of_queries(
     q: Tensor,
     k: Tensor,
@@ -199,7 +410,8 @@ def gradients_of_queries(
     keys: int,
     stages: int,
 ) -> None:
-    """dq bf16 [T, heads, D] of query tiles; blocks of ``keys`` (64 or 128) keys, ``stages`` of them in flight."""
+    """dq [T, heads, D] (bf16; fp32 for a proof) of query tiles; blocks of ``keys`` (64 or 128) keys, ``stages`` of them
+    in flight."""
     heads, width, kv_heads = q.shape[1], q.shape[2], k.shape[1]
     if not items.shape[0]:
         return

@@ -47,7 +47,8 @@ class Tiles:
     ``decode`` is for pages that hold whole blocks of keys, ``scattered`` for smaller ones.
 
     ``hopper`` is the number of K and V blocks in flight of the warp-specialized packed forward, 0 where it is not used;
-    ``hopper_dq`` is the tile of the warp-specialized dQ, None where it is not used.
+    ``hopper_dkv`` likewise of Q and dO blocks of the warp-specialized dK and dV; ``hopper_dq`` is the tile of the
+    warp-specialized dQ, None where it is not used.
     """
 
     forward: Tile
@@ -58,6 +59,7 @@ class Tiles:
     dkv: Tile
     hopper: int = 0
     hopper_dq: Tile | None = None
+    hopper_dkv: int = 0
 
 
 _D64 = Tiles(
@@ -78,6 +80,7 @@ _D128 = Tiles(
     dkv=Tile(32, 64, 4, 4),
     hopper=3,
     hopper_dq=Tile(128, 64, 8, 3),
+    hopper_dkv=2,
 )
 TILES = {32: dataclasses.replace(_D64, hopper=0), 64: _D64, 128: _D128}
 _ONE, _TWO = Tile(16, 64, 1, 1), Tile(16, 16, 1, 1)
@@ -392,7 +395,8 @@ class TritonAttention(AttentionProvider):
         (lse, lse_head), (delta, delta_head) = _head_stride(lse), _head_stride(delta)
         inputs = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *dout.stride()[:2])
         tiles, numbers = self.tiles[width], scales(width)
-        if tiles.hopper_dq and _is_hopper(q.device) and hopper_forward.fits(q, k, v, dout):
+        bulk = _is_hopper(q.device) and hopper_forward.fits(q, k, v, dout)
+        if bulk and tiles.hopper_dq:
             tile = tiles.hopper_dq
             items = query_tiles(layout, runs, hopper_backward.QUERIES, True, q.device)
             hopper_backward.gradients_of_queries(q, k, v, dout, lse, delta, dq, items, numbers, tile.keys, tile.stages)
@@ -412,21 +416,25 @@ class TritonAttention(AttentionProvider):
                 N=tile.keys,
                 STAGES=tile.stages,
             )
-        tile = tiles.dkv
-        items = _key_tiles(layout, runs, tile.keys, q.device)
-        launch(
-            attention_dkv_kernel,
-            (kv_heads * items.shape[0],),
-            *(q, k, v, dout, lse, delta, dk, dv, items, *numbers, *inputs, *dk.stride()[:2], *dv.stride()[:2]),
-            *(lse_head, delta_head, kv_heads),
-            warps=tile.warps,
-            stages=tile.stages,
-            GROUP=heads // kv_heads,
-            D=width,
-            M=tile.queries,
-            N=tile.keys,
-            STAGES=tile.stages,
-        )
+        if bulk and tiles.hopper_dkv:
+            items = _key_tiles(layout, runs, hopper_backward.KEYS, q.device)
+            hopper_backward.gradients_of_keys(q, k, v, dout, lse, delta, dk, dv, items, numbers, tiles.hopper_dkv)
+        else:
+            tile = tiles.dkv
+            items = _key_tiles(layout, runs, tile.keys, q.device)
+            launch(
+                attention_dkv_kernel,
+                (kv_heads * items.shape[0],),
+                *(q, k, v, dout, lse, delta, dk, dv, items, *numbers, *inputs, *dk.stride()[:2], *dv.stride()[:2]),
+                *(lse_head, delta_head, kv_heads),
+                warps=tile.warps,
+                stages=tile.stages,
+                GROUP=heads // kv_heads,
+                D=width,
+                M=tile.queries,
+                N=tile.keys,
+                STAGES=tile.stages,
+            )
         if sum(count for _, _, count in runs) == q.shape[0]:
             return dq, dk, dv
         rows = run_rows(layout, runs).to(q.device)

@@ -6,6 +6,8 @@ rotated gradient before it enters the norm's backward. So both forms give the sa
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import triton
 import triton.language as tl
@@ -13,25 +15,36 @@ from torch import Tensor
 
 from rl_engine.numerics.contract import Contract
 from rl_engine.ops.layout import PackedLayout
-from rl_engine.ops.rms_norm.triton import TritonNorm, pieces_of, shape_of
+from rl_engine.ops.rms_norm.triton import TritonNorm, carries, pieces_of, shape_of
 from rl_engine.ops.rope import RopeProvider, RopeTable
-from rl_engine.ops.triton_functions import inverse_root, launch, tree_columns, tree_rows
+from rl_engine.ops.triton_functions import inverse_root, launch, round_bf16, tree_columns, tree_rows, widen
 from rl_engine.ops.weight import Weight
 
 GAIN_BLOCK = Contract().gain_block
-EACH = 8  # heads of a program that share the angles; in the backward pass one was faster
 
 
-@triton.jit
-def load_half(at, rows, stride, cols, valid):
-    """fp32 [R, D / 2]; +0 in rows that do not exist."""
-    return tl.load(at + rows[:, None] * stride + cols[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How a fused kernel is cut; every choice gives the same bits.
+
+    Attributes:
+        tokens: of a program; where the gains train an aligned subtree of a gain block.
+        together: of those, the tokens of one step.
+        heads: of a program, neighbours in memory.
+    """
+
+    tokens: int
+    together: int
+    heads: int
+    warps: int
+
+    def groups(self, *heads: int) -> int:
+        return sum(-(-n // self.heads) for n in heads)
 
 
-@triton.jit
-def load_angles(table, places, cols, valid, HALF: tl.constexpr):
-    """fp32 [R, D / 2] of the tokens' positions."""
-    return tl.load(table + places[:, None] * HALF + cols[None, :], mask=valid[:, None], other=0.0)
+FORWARD = Cut(tokens=4, together=1, heads=8, warps=2)
+BACKWARD = Cut(tokens=4, together=2, heads=8, warps=4)
+BACKWARD_GAIN = Cut(tokens=8, together=1, heads=8, warps=2)
 
 
 @triton.jit
@@ -54,85 +67,147 @@ def rope_kernel(x, y, positions, cosine, sine, tokens, sign, x_token, heads,
 
 
 @triton.jit
-def norm_rope_rows(x, w, y, c, s, token, valid, x_token, heads, first, eps,
-                   R: tl.constexpr, HALF: tl.constexpr, EACH: tl.constexpr):  # fmt: skip
-    """QK norm, rounded to bf16, then the rotation, of R tokens of EACH heads."""
+def load_rows(x, token, head, x_token, valid, HALF: tl.constexpr):
+    """Both halves, bf16 [N, HALF], of the rows (token, head) of x; +0 in rows that do not exist."""
+    at, cols = x + token * x_token + head * (2 * HALF), tl.arange(0, HALF)
+    x1 = tl.load(at[:, None] + cols[None, :], mask=valid[:, None], other=0.0)
+    x2 = tl.load(at[:, None] + HALF + cols[None, :], mask=valid[:, None], other=0.0)
+    return x1, x2
+
+
+@triton.jit
+def load_angles(positions, cosine, sine, token, valid, HALF: tl.constexpr):
+    """Cosine and sine, fp32 [N, HALF], of the rows' positions."""
+    at = (tl.load(positions + token, mask=valid, other=0) * HALF)[:, None] + tl.arange(0, HALF)[None, :]
+    return tl.load(cosine + at, mask=valid[:, None], other=0.0), tl.load(sine + at, mask=valid[:, None], other=0.0)
+
+
+@triton.jit
+def load_gains(w, HALF: tl.constexpr):
+    """Both halves of a gain, fp32 [1, HALF]."""
     cols = tl.arange(0, HALF)
-    w1, w2 = tl.load(w + cols).to(tl.float32)[None, :], tl.load(w + HALF + cols).to(tl.float32)[None, :]
-    for head in range(first, tl.minimum(first + EACH, heads)):
-        at = x + head * (2 * HALF)
-        x1, x2 = load_half(at, token, x_token, cols, valid), load_half(at + HALF, token, x_token, cols, valid)
-        total = tree_rows(x1 * x1) + tree_rows(x2 * x2)
-        r = inverse_root(tl.div_rn(total, tl.zeros((R,), tl.float32) + 2.0 * HALF) + eps)[:, None]
-        n1, n2 = (x1 * r * w1).to(tl.bfloat16).to(tl.float32), (x2 * r * w2).to(tl.bfloat16).to(tl.float32)
-        to = y + (token * heads + head)[:, None] * (2 * HALF) + cols[None, :]
-        tl.store(to, (n1 * c - n2 * s).to(tl.bfloat16), mask=valid[:, None])
-        tl.store(to + HALF, (n2 * c + n1 * s).to(tl.bfloat16), mask=valid[:, None])
+    return tl.load(w + cols).to(tl.float32)[None, :], tl.load(w + HALF + cols).to(tl.float32)[None, :]
+
+
+@triton.jit
+def store_rows(y, token, head, heads, y1, y2, valid, HALF: tl.constexpr):
+    """Both halves, rounded to bf16, of rows of y [T, heads, 2 HALF]."""
+    at, cols = y + (token * heads + head) * (2 * HALF), tl.arange(0, HALF)
+    tl.store(at[:, None] + cols[None, :], y1.to(tl.bfloat16), mask=valid[:, None])
+    tl.store(at[:, None] + HALF + cols[None, :], y2.to(tl.bfloat16), mask=valid[:, None])
+
+
+@triton.jit
+def halves_mean(p1, p2, HALF: tl.constexpr):
+    """[N]: fl(tree / 2 HALF). Times the reciprocal of a power of two: the quotient's own bits."""
+    return (tree_rows(p1) + tree_rows(p2)) * (0.5 / HALF)
+
+
+@triton.jit
+def norm_rope_rows(
+    x, w, y, positions, cosine, sine, first, count, first_head, heads, x_token, eps,
+    R: tl.constexpr, EACH: tl.constexpr, STEPS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """QK norm, rounded to bf16, then the rotation, of STEPS times R tokens of EACH heads."""
+    n = tl.arange(0, R * EACH)
+    head = first_head + n % EACH
+    w1, w2 = load_gains(w, HALF)
+    for step in tl.static_range(STEPS):
+        index = step * R + n // EACH
+        token, valid = (first + index).to(tl.int64), (index < count) & (head < heads)
+        x1, x2 = load_rows(x, token, head, x_token, valid, HALF)
+        c, s = load_angles(positions, cosine, sine, token, valid, HALF)
+        x1, x2 = widen(x1), widen(x2)
+        r = inverse_root(halves_mean(x1 * x1, x2 * x2, HALF) + eps)[:, None]
+        n1, n2 = round_bf16(x1 * r * w1), round_bf16(x2 * r * w2)
+        store_rows(y, token, head, heads, n1 * c - n2 * s, n2 * c + n1 * s, valid, HALF)
 
 
 @triton.jit
 def qk_norm_rope_kernel(
     q, k, wq, wk, yq, yk, positions, cosine, sine, tokens, q_token, k_token, heads, kv_heads, eps,
-    R: tl.constexpr, HALF: tl.constexpr, EACH: tl.constexpr,
+    R: tl.constexpr, EACH: tl.constexpr, STEPS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """R tokens of EACH heads of q or k, which share the tokens' angles. Grid: tokens, groups of q's heads then k's."""
-    token, cols = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, HALF)
-    valid, first = token < tokens, tl.program_id(1) * EACH
-    places = tl.load(positions + token, mask=valid, other=0)
-    c, s = load_angles(cosine, places, cols, valid, HALF), load_angles(sine, places, cols, valid, HALF)
-    if first < heads:
-        norm_rope_rows(q, wq, yq, c, s, token, valid, q_token, heads, first, eps, R, HALF, EACH)
+    """STEPS times R tokens of EACH heads of q or k. Grid: groups of q's heads then k's, tokens outside."""
+    groups = tl.cdiv(heads, EACH)
+    all_groups = groups + tl.cdiv(kv_heads, EACH)
+    group, first = tl.program_id(0) % all_groups, tl.program_id(0) // all_groups * (R * STEPS)
+    if group < groups:
+        norm_rope_rows(q, wq, yq, positions, cosine, sine, first, tokens - first, group * EACH, heads,
+                       q_token, eps, R, EACH, STEPS, HALF)  # fmt: skip
     else:
-        first -= tl.cdiv(heads, EACH) * EACH
-        norm_rope_rows(k, wk, yk, c, s, token, valid, k_token, kv_heads, first, eps, R, HALF, EACH)
+        norm_rope_rows(k, wk, yk, positions, cosine, sine, first, tokens - first, (group - groups) * EACH, kv_heads,
+                       k_token, eps, R, EACH, STEPS, HALF)  # fmt: skip
 
 
 @triton.jit
 def norm_rope_bwd_rows(
-    dy, x, w, dx, partial, c, s, block, token, valid, dy_token, x_token, heads, first, eps,
-    R: tl.constexpr, HALF: tl.constexpr, GAIN: tl.constexpr, EACH: tl.constexpr,
+    dy, x, w, dx, partial, positions, cosine, sine, block, first, count, first_head, heads,
+    dy_token, x_token, eps,
+    R: tl.constexpr, EACH: tl.constexpr, STEPS: tl.constexpr, HALF: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
-    """The rotation back, rounded to bf16, then QK norm's backward, of a gain block of EACH heads."""
-    cols, width = tl.arange(0, HALF), tl.zeros((R,), tl.float32) + 2.0 * HALF
-    w1, w2 = tl.load(w + cols).to(tl.float32)[None, :], tl.load(w + HALF + cols).to(tl.float32)[None, :]
-    for head in range(first, tl.minimum(first + EACH, heads)):
-        at = dy + head * (2 * HALF)
-        y1, y2 = load_half(at, token, dy_token, cols, valid), load_half(at + HALF, token, dy_token, cols, valid)
-        d1, d2 = (y1 * c + y2 * s).to(tl.bfloat16).to(tl.float32), (y2 * c - y1 * s).to(tl.bfloat16).to(tl.float32)
-        at = x + head * (2 * HALF)
-        x1, x2 = load_half(at, token, x_token, cols, valid), load_half(at + HALF, token, x_token, cols, valid)
-        r = inverse_root(tl.div_rn(tree_rows(x1 * x1) + tree_rows(x2 * x2), width) + eps)[:, None]
+    """The rotation back, rounded to bf16, then QK norm's backward, of STEPS times R tokens of EACH heads. The gain's
+    terms go R tokens at a time; sums of aligned runs wait on a stack, one place a level, as in a binary counter."""
+    n = tl.arange(0, R * EACH)
+    head = first_head + n % EACH
+    w1, w2 = load_gains(w, HALF)
+    waiting = ()
+    for step in tl.static_range(STEPS):
+        index = step * R + n // EACH
+        token, valid = (first + index).to(tl.int64), (index < count) & (head < heads)
+        y1, y2 = load_rows(dy, token, head, dy_token, valid, HALF)
+        x1, x2 = load_rows(x, token, head, x_token, valid, HALF)
+        c, s = load_angles(positions, cosine, sine, token, valid, HALF)
+        y1, y2, x1, x2 = widen(y1), widen(y2), widen(x1), widen(x2)
+        d1, d2 = round_bf16(y1 * c + y2 * s), round_bf16(y2 * c - y1 * s)
+        r = inverse_root(halves_mean(x1 * x1, x2 * x2, HALF) + eps)[:, None]
         n1, n2, g1, g2 = x1 * r, x2 * r, d1 * w1, d2 * w2
-        mean = tl.div_rn(tree_rows(g1 * n1) + tree_rows(g2 * n2), width)[:, None]
-        to = dx + (token * heads + head)[:, None] * (2 * HALF) + cols[None, :]
-        tl.store(to, ((g1 - n1 * mean) * r).to(tl.bfloat16), mask=valid[:, None])
-        tl.store(to + HALF, ((g2 - n2 * mean) * r).to(tl.bfloat16), mask=valid[:, None])
+        mean = halves_mean(g1 * n1, g2 * n2, HALF)[:, None]
+        store_rows(dx, token, head, heads, (g1 - n1 * mean) * r, (g2 - n2 * mean) * r, valid, HALF)
         if GAIN:
-            at = partial + (block.to(tl.int64) * heads + head) * (2 * HALF) + cols
-            tl.store(at, tree_columns(d1 * n1))
-            tl.store(at + HALF, tree_columns(d2 * n2))
+            waiting = waiting + ((sum_tokens(d1 * n1, R, EACH), sum_tokens(d2 * n2, R, EACH)),)  # noqa: RUF005
+            for _ in tl.static_range(carries(step)):
+                joined = (waiting[-2][0] + waiting[-1][0], waiting[-2][1] + waiting[-1][1])
+                waiting = waiting[:-2] + (joined,)  # noqa: RUF005
+    if GAIN:
+        each, cols = first_head + tl.arange(0, EACH), tl.arange(0, HALF)
+        at = partial + ((block.to(tl.int64) * heads + each) * (2 * HALF))[:, None] + cols[None, :]
+        tl.store(at, waiting[0][0], mask=(each < heads)[:, None])
+        tl.store(at + HALF, waiting[0][1], mask=(each < heads)[:, None])
+
+
+@triton.jit
+def sum_tokens(terms, R: tl.constexpr, EACH: tl.constexpr):
+    """[R EACH, N] -> [EACH, N]: the pair tree over R tokens."""
+    if R > 1:
+        width: tl.constexpr = EACH * terms.shape[1]
+        terms = tree_columns(tl.reshape(terms, (R, width)))
+        terms = tl.reshape(terms, (EACH, width // EACH))
+    return terms
 
 
 @triton.jit
 def qk_norm_rope_bwd_kernel(
-    dq, dk, q, k, wq, wk, xq, xk, part_q, part_k, positions, cosine, sine, pieces,
+    dq, dk, q, k, wq, wk, xq, xk, part_q, part_k, positions, cosine, sine, pieces, tokens,
     dq_token, dk_token, q_token, k_token, heads, kv_heads, eps,
-    R: tl.constexpr, HALF: tl.constexpr, GAIN: tl.constexpr, EACH: tl.constexpr,
+    R: tl.constexpr, EACH: tl.constexpr, STEPS: tl.constexpr, HALF: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
-    """Gradients xq, xk before QK norm from dq, dk behind the rotation, and the gain terms' pair tree, of a block of R
-    tokens. pieces int32 [n, 2]: first token and count. Grid: blocks, groups of q's heads then k's."""
-    block, group, index, cols = tl.program_id(0), tl.program_id(1) * EACH, tl.arange(0, R), tl.arange(0, HALF)
-    start, count = tl.load(pieces + block * 2), tl.load(pieces + block * 2 + 1)
-    token, valid = (start + index).to(tl.int64), index < count
-    places = tl.load(positions + token, mask=valid, other=0)
-    c, s = load_angles(cosine, places, cols, valid, HALF), load_angles(sine, places, cols, valid, HALF)
-    if group < heads:
-        norm_rope_bwd_rows(dq, q, wq, xq, part_q, c, s, block, token, valid,
-                           dq_token, q_token, heads, group, eps, R, HALF, GAIN, EACH)  # fmt: skip
+    """Gradients xq, xk before QK norm from dq, dk behind the rotation, and the gain terms' pair tree, of a piece of
+    STEPS R tokens; with GAIN pieces int32 [n, 2] holds their first tokens and counts. Grid: groups of q's heads then
+    k's, pieces outside."""
+    groups = tl.cdiv(heads, EACH)
+    all_groups = groups + tl.cdiv(kv_heads, EACH)
+    group, block = tl.program_id(0) % all_groups, tl.program_id(0) // all_groups
+    first, count = block * (R * STEPS), tokens - block * (R * STEPS)
+    if GAIN:
+        first, count = tl.load(pieces + block * 2), tl.load(pieces + block * 2 + 1)
+    if group < groups:
+        norm_rope_bwd_rows(dq, q, wq, xq, part_q, positions, cosine, sine, block, first, count, group * EACH, heads,
+                           dq_token, q_token, eps, R, EACH, STEPS, HALF, GAIN)  # fmt: skip
     else:
-        group -= tl.cdiv(heads, EACH) * EACH
-        norm_rope_bwd_rows(dk, k, wk, xk, part_k, c, s, block, token, valid,
-                           dk_token, k_token, kv_heads, group, eps, R, HALF, GAIN, EACH)  # fmt: skip
+        norm_rope_bwd_rows(dk, k, wk, xk, part_k, positions, cosine, sine, block, first, count,
+                           (group - groups) * EACH, kv_heads,
+                           dk_token, k_token, eps, R, EACH, STEPS, HALF, GAIN)  # fmt: skip
 
 
 class TritonRope(RopeProvider):
@@ -165,16 +240,17 @@ def qk_norm_rope(
     tokens, heads, width = q.shape
     assert can_fuse(width), f"head_dim {width} is not fused"
     yq, yk = (torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) for x in (q, k))
-    size = 16
+    cut = FORWARD
     launch(
         qk_norm_rope_kernel,
-        (-(-tokens // size), -(-heads // EACH) - (-k.shape[1] // EACH)),
+        (-(-tokens // cut.tokens) * cut.groups(heads, k.shape[1]),),
         *(q, k, q_norm.value, k_norm.value, yq, yk, positions, table.cosine, table.sine, tokens),
         *(shape_of(q)[3], shape_of(k)[3], heads, k.shape[1], eps),
-        warps=4,
-        R=size,
+        warps=cut.warps,
+        R=cut.together,
+        EACH=cut.heads,
+        STEPS=cut.tokens // cut.together,
         HALF=width // 2,
-        EACH=EACH,
     )
     return yq, yk
 
@@ -193,28 +269,32 @@ def qk_norm_rope_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of q and k before QK norm from those behind the rotation; the gains' gradients are added into the
     weights that train (both or neither)."""
-    _, heads, width = q.shape
+    tokens, heads, width = q.shape
     assert can_fuse(width), f"head_dim {width} is not fused"
     assert (q_norm.grad is None) == (k_norm.grad is None)
     gain = q_norm.grad is not None
-    pieces, bounds = pieces_of(layout, GAIN_BLOCK, q.device)
+    cut = BACKWARD_GAIN if gain else BACKWARD
     xq, xk = (torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) for x in (q, k))
-    shapes = ((pieces.shape[0], x.shape[1], width) if gain else (1, 1, 1) for x in (q, k))
-    part_q, part_k = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
+    blocks, pieces, parts = -(-tokens // cut.tokens), positions, (xq, xk)
+    if gain:
+        pieces, bounds = pieces_of(layout, cut.tokens, q.device)
+        blocks = pieces.shape[0]
+        parts = tuple(torch.empty(blocks, *x.shape[1:], dtype=torch.float32, device=x.device) for x in (q, k))
     launch(
         qk_norm_rope_bwd_kernel,
-        (pieces.shape[0], heads + k.shape[1]),
-        *(dq, dk, q, k, q_norm.value, k_norm.value, xq, xk, part_q, part_k, positions, table.cosine, table.sine),
-        *(pieces, shape_of(dq)[3], shape_of(dk)[3], shape_of(q)[3], shape_of(k)[3], heads, k.shape[1], eps),
-        warps=8,
-        R=GAIN_BLOCK,
+        (blocks * cut.groups(heads, k.shape[1]),),
+        *(dq, dk, q, k, q_norm.value, k_norm.value, xq, xk, *parts, positions, table.cosine, table.sine),
+        *(pieces, tokens, shape_of(dq)[3], shape_of(dk)[3], shape_of(q)[3], shape_of(k)[3], heads, k.shape[1], eps),
+        warps=cut.warps,
+        R=cut.together,
+        EACH=cut.heads,
+        STEPS=cut.tokens // cut.together,
         HALF=width // 2,
         GAIN=gain,
-        EACH=1,
     )
     if gain:
         norm = TritonNorm()
-        for weight, part in ((q_norm, part_q), (k_norm, part_k)):
+        for weight, part in ((q_norm, parts[0]), (k_norm, parts[1])):
             assert weight.grad is not None
-            norm.add_gain(norm.fold_partials(part, bounds, 1), weight.grad)
+            norm.add_gain(norm.fold_partials(part, bounds, GAIN_BLOCK // cut.tokens), weight.grad)
     return xq, xk
