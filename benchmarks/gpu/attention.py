@@ -12,9 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu import Proof, Row
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.gemm import QWEN3_8B
-from benchmarks.gpu.limits import copy_rate, copy_time
+from benchmarks.gpu.limits import copy_rate, copy_time, read_time
 from rl_engine.models.config import parse_config
-from rl_engine.ops.attention.triton import ANCHOR, TILES, TritonAttention, by_head, decode, store
+from rl_engine.ops.attention.triton import ANCHOR, TILES, TritonAttention, by_head, decode_pages, store
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.qualify.gpu.data import differing
 from rl_engine.qualify.gpu.run import operators
@@ -42,7 +42,7 @@ def prove(device: Device) -> Iterator[Proof]:
     store(k, v, table[0, place // PAGE].long() * PAGE + place % PAGE, keys, values)
     last, last_lse, splits = torch.empty_like(out[-1:]), by_head(1, HEADS, out.device), -(-length // 1024)
     items = torch.tensor([[0, length - 1, 1, 0]], dtype=torch.int32, device="cuda")
-    decode(q[-1:], keys, values, items, table, 1, splits, last, last_lse, TILES[WIDTH].decode)
+    decode_pages(q[-1:], keys, values, items, table, 1, splits, length, last, last_lse, TILES[WIDTH])
     yield Proof("decode against the training form", last.numel(), differing(last, out[-1:]))
     yield Proof("decode's LSE against the training form", last_lse.numel(), differing(last_lse, lse[-1:]))
 
@@ -129,9 +129,9 @@ def _decode(device: Device, samples: int, length: int, rate: float) -> Row:
         values.normal_()
     q = device.normal(samples, HEADS, WIDTH)
     items = torch.tensor([[i, length - 1, 1, i] for i in range(samples)], dtype=torch.int32, device="cuda")
-    out, splits, tile = torch.empty_like(q), -(-length // 1024), TILES[WIDTH].decode
+    out, counts = torch.empty_like(q), (1, -(-length // 1024), samples * length)
     runs = [
-        lambda a=keys, b=values, c=table: decode(q, a, b, items, c, 1, splits, out, None, tile)
+        lambda a=keys, b=values, c=table: decode_pages(q, a, b, items, c, *counts, out, None, TILES[WIDTH])
         for keys, values, table in sets
     ]
     ours = device.times({"ours": runs}, 0.02)["ours"]
@@ -141,6 +141,8 @@ def _decode(device: Device, samples: int, length: int, rate: float) -> Row:
     copied = copy_time(device, moved)
     detail = {"us": ours, "limit us": moved / rate, "copy of as many bytes us": copied, "copy GB/s": rate / 1e3}
     detail["share of that copy"] = copied / ours
+    detail["read of as many bytes us"] = read_time(device, moved)
+    detail["share of that read"] = detail["read of as many bytes us"] / ours
     return Row(
         f"paged decode, {samples} x {length}",
         *(moved / rate / ours, 0.85, 0.95, "bytes of K and V at the rate of the fastest copy"),

@@ -11,9 +11,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from rl_engine.models.config import ModelConfig
-from rl_engine.ops.attention import triton_decode, triton_forward, whole_runs
+from rl_engine.numerics.contract import Contract
+from rl_engine.ops.attention import (
+    hopper_decode,
+    hopper_forward,
+    hopper_paged,
+    triton_decode,
+    triton_forward,
+    whole_runs,
+)
 from rl_engine.ops.attention.triton import (
     ANCHOR,
     TILES,
@@ -21,9 +31,11 @@ from rl_engine.ops.attention.triton import (
     TritonAttention,
     TritonCache,
     by_head,
+    decode_pages,
     forward_tiles,
     query_tiles,
     scales,
+    store,
 )
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.triton_functions import launch
@@ -38,7 +50,7 @@ GRADIENTS = ("dQ", "dK", "dV")
 
 PARTS = (
     *("forward", "backward", "backward_order", "other_forward", "other_backward"),
-    *("pages", "small_pages", "row_sums", "contraction"),
+    *("pages", "small_pages", "decode_forms", "row_sums", "contraction"),
 )
 
 
@@ -104,6 +116,25 @@ def pages(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
 def small_pages(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
     """Several pages a key block."""
     yield _paged(config, inputs, 16, 100)
+
+
+def decode_forms(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
+    """The last tokens of all samples at once, in every form that decode has where they fit; and, in fp32, l of each
+    split with a row sum in another order, which must be seen."""
+    q, k, v = _qkv(config, inputs)
+    out, lse = TritonAttention(ANCHOR).forward_packed(q, k, v, LAYOUT)
+    batch = last_tokens(q, k, v, LAYOUT, 64, 1)
+    if not (hopper_forward.available(q.device) and hopper_paged.fits(batch.q, batch.keys, batch.values, 1)):
+        return
+    for name, form in hopper_paged.FORMS.items():
+        found, found_lse = batch.decoded(form)
+        yield _case(f"decode over pages, {name}", found, out[batch.rows])
+        yield _case(f"decode's LSE, fp32, {name}", found_lse, lse[batch.rows])
+    right = batch.states(hopper_paged.SPLITS)[1]
+    yield _case("l, fp32, half the columns", batch.states(hopper_paged.HALVES)[1], right)
+    weights = replaced(hopper_decode.weights, block_sums=neighbour_sums)
+    wrong = replaced(hopper_decode.attention_units_kernel, weights=weights)
+    yield _case("row sum of neighbours", batch.states(hopper_paged.SPLITS, wrong)[1], right, control=True)
 
 
 def row_sums(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
@@ -193,6 +224,70 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat(outs)
 
 
+@dataclasses.dataclass(frozen=True)
+class LastTokens:
+    """The last queries of several samples and the pages of all their keys; a slot that no key lies in holds NaN.
+
+    ``rows`` are the queries' rows in the packed form.
+    """
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    items: Tensor
+    tables: Tensor
+    queries: int
+    splits: int
+    rows: Tensor
+
+    @property
+    def keys_in_all(self) -> int:
+        return int((self.items[:, 1] + self.items[:, 2]).sum())
+
+    def decoded(self, form: hopper_paged.Form | None) -> tuple[Tensor, Tensor]:
+        """(output, LSE) by one form, or by the one that is chosen."""
+        out, lse = torch.full_like(self.q, torch.nan), by_head(*self.q.shape[:2], self.q.device).fill_(torch.nan)
+        places = (self.q, self.keys, self.values, self.items, self.tables, self.queries, self.splits)
+        decode_pages(*places, self.keys_in_all, out, lse, TILES[self.q.shape[2]], form)
+        return out, lse
+
+    def states(self, form: hopper_paged.Form, *kernel: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """o, l, mu in fp32 of every split that has a key; room for one more split, so that they are written."""
+        places = (self.q, self.keys, self.values, self.items, self.tables, self.queries, self.splits + 1)
+        width = self.q.shape[2]
+        found = hopper_paged.launch_states(*places, torch.empty_like(self.q), None, scales(width)[0], form, *kernel)
+        assert found is not None
+        exists = torch.zeros(found[1].shape, dtype=torch.bool, device=self.q.device)
+        for first, position, count, _ in self.items.tolist():
+            for query in range(count):
+                exists[first + query, :, : (position + query) // Contract().kv_split + 1] = True
+        return tuple(x[exists] for x in found)  # type: ignore[return-value]
+
+
+def last_tokens(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, page: int, queries: int) -> LastTokens:
+    """At most ``queries`` last tokens of every sample, its keys in pages in random order."""
+    lengths, offsets, device = layout.lengths, layout.offsets.tolist(), q.device
+    counts = [-(-length // page) for length in lengths]
+    order = torch.randperm(sum(counts) + 2, device=device).to(torch.int32)
+    shape = (sum(counts) + 2, k.shape[1], page, k.shape[2])
+    keys, values = (torch.full(shape, torch.nan, dtype=torch.bfloat16, device=device) for _ in range(2))
+    tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32, device=device)
+    items: list[list[int]] = []
+    rows: list[int] = []
+    for i, (length, first) in enumerate(zip(lengths, offsets, strict=False)):
+        tables[i, : counts[i]], order = order[: counts[i]], order[counts[i] :]
+        place, part = torch.arange(length, device=device), slice(first, first + length)
+        store(k[part], v[part], tables[i, place // page].long() * page + place % page, keys, values)
+        count = min(queries, length)
+        items.append([len(rows), length - count, count, i])
+        rows += range(first + length - count, first + length)
+    items[0], items[-1] = items[-1], items[0]  # an item's place is not its row of the tables
+    at = torch.tensor(rows, device=device)
+    splits = -(-max(lengths) // Contract().kv_split)
+    places = (torch.tensor(items, dtype=torch.int32, device=device), tables, queries, splits)
+    return LastTokens(q[at].contiguous(), keys, values, *places, at)
+
+
 def through_pages(provider: TritonAttention, q: Tensor, k: Tensor, v: Tensor, page: int, chunk: int) -> Tensor:
     """Every sample of the layout through a cache whose fresh pages hold NaN, the last three tokens one by one."""
     pages = sum(-(-length // page) for length in LAYOUT.lengths)
@@ -215,7 +310,7 @@ def replaced(kernel: Any, **functions: Any) -> Any:
     new = types.FunctionType(old.__code__, {**old.__globals__, **functions}, old.__name__, old.__defaults__)
     new.__kwdefaults__, new.__annotations__, new.__module__ = old.__kwdefaults__, old.__annotations__, old.__module__
     new.__qualname__ = f"{old.__qualname__}_{'_'.join(functions)}"
-    return triton.jit(new)
+    return gluon.jit(new) if kernel.is_gluon() else triton.jit(new)
 
 
 @triton.jit
@@ -227,6 +322,15 @@ def add(a, b):
 def library_sum(p):
     """The compiler's own order: it changes with the number of warps."""
     return tl.reduce(p, 1, add)
+
+
+@gluon.jit
+def neighbour_sums(p):
+    """[B, R, 64] -> [B, R]: the plain pair tree, another order than the written one."""
+    x = p.reshape((p.shape[0], p.shape[1], 2, 2, 2, 2, 2, 2))
+    for axis in gl.static_range(6):
+        x = gl.reduce(x, 7 - axis, hopper_decode.add)
+    return x
 
 
 def split_sums(kernel: Any, q: Tensor, k: Tensor, v: Tensor, warps: int) -> Tensor:

@@ -212,6 +212,127 @@ def test_decode_has_the_anchors_lse(tile: tuple[int, int, int, int], length: int
     same(found_lse, lse[-1:], "LSE")
 
 
+RAGGED = [
+    ((32, 8, 128), (1, 63, 64, 65, 500, 1023, 1024, 1025, 2047, 5000), 64, 1),
+    ((32, 8, 128), (1024, 900, 64), 64, 1),
+    ((8, 2, 128), (1024, 1, 640, 129), 256, 1),
+    ((8, 2, 128), (2, 66, 1025, 1026, 2300), 64, 2),
+    ((8, 1, 128), (5, 1025, 130), 128, 1),
+    ((4, 2, 64), (7, 1500, 64), 64, 3),
+    ((4, 1, 64), (1000, 3, 128), 64, 1),
+    ((8, 8, 128), (1, 1300), 64, 1),
+]
+
+
+def forms() -> list[Any]:
+    """The one that is chosen, every named one, and others."""
+    from rl_engine.ops.attention.hopper_paged import FORMS, Form
+
+    return [None, *FORMS.values(), Form(False, 128, 1, 3), Form(True, 64, 1, 8), Form(False, 128, 2, 5, 8)]
+
+
+def hopper() -> None:
+    from rl_engine.ops.attention import hopper_forward
+
+    if not hopper_forward.available(torch.device("cuda")):
+        pytest.skip("these kernels are for Hopper")
+
+
+@pytest.mark.parametrize(("heads", "lengths", "page", "queries"), RAGGED, ids=str)
+def test_every_form_of_decode_has_the_anchors_bits(
+    heads: tuple[int, int, int], lengths: tuple[int, ...], page: int, queries: int
+) -> None:
+    """Ragged samples at once; slots without a key hold NaN."""
+    from rl_engine.qualify.gpu_attention import last_tokens
+
+    hopper()
+    layout = PackedLayout(lengths, (len(lengths),))
+    q, k, v = qkv(layout.tokens, heads, 2.0)
+    out, lse = anchor().forward_packed(q, k, v, layout)
+    batch = last_tokens(q, k, v, layout, page, queries)
+    for form in forms():
+        found, found_lse = batch.decoded(form)
+        same(found, out[batch.rows], f"{form} output")
+        same(found_lse, lse[batch.rows], f"{form} LSE")
+
+
+def test_every_split_of_every_form_has_the_same_state_and_another_row_sum_is_caught() -> None:
+    from rl_engine.ops.attention import hopper_decode
+    from rl_engine.qualify.gpu_attention import last_tokens, neighbour_sums, replaced
+
+    hopper()
+    layout = PackedLayout((3000, 1100), (2,))
+    batch = last_tokens(*qkv(layout.tokens, (8, 2, 128), 2.0), layout, 64, 1)
+    split = [form for form in forms() if form and not form.whole]
+    right = batch.states(split[0])
+    for form in split[1:]:
+        for name, a, b in zip(("o", "l", "mu"), batch.states(form), right, strict=True):
+            same(a, b, f"{form} {name}")
+    wrong = replaced(hopper_decode.weights, block_sums=neighbour_sums)
+    kernel = replaced(hopper_decode.attention_units_kernel, weights=wrong)
+    assert differing(batch.states(split[0], kernel)[1], right[1]) > 5, "the plain pair tree"
+
+
+@pytest.mark.parametrize("length", [700, 1024, 2048])
+def test_a_decode_that_starts_early_sees_what_the_kernels_before_it_wrote(length: int) -> None:
+    """A graph of (positions, new key and value, decode) over several caches without a pause, its inputs changed between
+    replays, against launches one by one."""
+    from rl_engine.ops.attention.triton import TILES, decode, decode_pages, store
+    from rl_engine.qualify.gpu.timing import captured
+
+    hopper()
+    samples, heads, kv_heads, width, page = 6, 16, 4, 128, 64
+    pages, splits, every = -(-length // page), -(-length // 1024), torch.arange(6, device="cuda")
+    sets = []
+    for _ in range(5):
+        keys, values = torch.randn(2, samples * pages, kv_heads, page, width, device="cuda").bfloat16()
+        table = torch.randperm(samples * pages, device="cuda").to(torch.int32).view(samples, pages)
+        new = torch.zeros(2, samples, kv_heads, width, dtype=torch.bfloat16, device="cuda")
+        wanted, items = (torch.zeros(samples, 4, dtype=torch.int32, device="cuda") for _ in range(2))
+        slots = torch.zeros(samples, dtype=torch.int64, device="cuda")
+        out = torch.empty(samples, heads, width, dtype=torch.bfloat16, device="cuda")
+        sets.append((keys, values, table, new, wanted, items, slots, out))
+    q = torch.randn(samples, heads, width, device="cuda").bfloat16() * 2
+    for form in forms():
+
+        def run(which: int, form: Any = form) -> None:
+            keys, values, table, new, wanted, items, slots, out = sets[which]
+            items.copy_(wanted)
+            store(new[0], new[1], slots, keys, values)
+            decode_pages(q, keys, values, items, table, 1, splits, samples * length, out, None, TILES[width], form)
+
+        replay = captured([lambda which=which, run=run: run(which) for which in range(len(sets))])
+        for turn in range(10):
+            for _keys, _values, table, new, wanted, _items, slots, out in sets:
+                position = torch.randint(max(0, length - 130), length, (samples,), device="cuda")
+                wanted.copy_(torch.stack([every, position, torch.ones_like(every), every], 1))
+                slots.copy_(table[every, position // page].long() * page + position % page)
+                new.normal_()
+                out.fill_(torch.nan)
+            for _ in range(3):
+                replay()
+            torch.cuda.synchronize()
+            for keys, values, table, _new, wanted, _items, _slots, out in sets:
+                expected = torch.full_like(out, torch.nan)
+                decode(q, keys, values, wanted, table, 1, splits, expected, None, TILES[width].decode)
+                same(out, expected, f"{form}, turn {turn}")
+
+
+def test_calls_that_the_hopper_forms_do_not_take() -> None:
+    from rl_engine.ops.attention.hopper_paged import fits
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+
+    pages = empty(4, 2, 64, 128)
+    assert fits(empty(3, 8, 128), pages, pages, 2)
+    assert not fits(empty(3, 8, 128), pages, pages, 3), "12 query rows"
+    assert not fits(empty(3, 8, 128), empty(4, 2, 16, 128), empty(4, 2, 16, 128), 1), "pages of 16"
+    assert not fits(empty(3, 8, 32), empty(4, 2, 64, 32), empty(4, 2, 64, 32), 1), "head_dim 32"
+    odd = empty(4 * 2 * 64 * 128 + 1)[1:].view(4, 2, 64, 128)
+    assert not fits(empty(3, 8, 128), odd, odd, 1), "not aligned"
+
+
 def test_order_revealing_values() -> None:
     """+2^22 and -2^22 among the values: an order of keys that differs shows in the output."""
     layout = PackedLayout((1300,), (1,))

@@ -60,7 +60,7 @@ def compiled(kernel: Kernel, target: str) -> Any:
     names = function.arg_names
     assert set(names) == {*kernel.arguments, *kernel.constants, *kernel.layouts}, (kernel.name, names)
     layouts, make = _layouts(kernel), ASTSource
-    if layouts:
+    if function.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource as make
     arguments = {name: kind.format(**layouts) for name, kind in kernel.arguments.items()}
     kinds = {name: arguments.get(name, "constexpr") for name in names}

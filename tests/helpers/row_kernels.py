@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.helpers.kernels import Kernel
+import importlib.util
+
+from tests.helpers.kernels import TARGETS, Kernel
 
 OPS = "rl_engine.ops"
 
@@ -37,13 +39,17 @@ def attention() -> list[Kernel]:
         )
         for width, page, direct in ((128, 64, False), (64, 16, True))
     ]
-    merge = Kernel(
-        *(f"{OPS}.attention.triton_decode", "attention_merge_kernel"),
-        {**parts, "out": "*bf16", "lse": "*fp32", "items": "*i32"}
-        | kinds("out_token out_head lse_head heads splits", "i32"),
-        {"D": 128, "WITH_LSE": True, "STAGES": 4},
-        *(1, 4, unaligned),
-    )
+    merge = [
+        Kernel(
+            *(f"{OPS}.attention.triton_decode", "attention_merge_kernel"),
+            {**parts, "out": "*bf16", "lse": "*fp32", "items": "*i32"}
+            | kinds("out_token out_head lse_head heads splits", "i32"),
+            {"D": 128, "WITH_LSE": True, "STAGES": 4, "EARLY": early},
+            *(1, 4, unaligned),
+            targets=("cuda:90",) if early else tuple(TARGETS),
+        )
+        for early in (False, True)
+    ]
     store = Kernel(
         *(f"{OPS}.attention.triton_decode", "kv_store_kernel"),
         kinds("k v k_pages v_pages", "*bf16")
@@ -52,7 +58,7 @@ def attention() -> list[Kernel]:
         {"R": 16, "D": 128},
         unaligned=("tokens",),
     )
-    return [*forward, *decode, merge, store]
+    return [*forward, *decode, *merge, store]
 
 
 def hopper() -> list[Kernel]:
@@ -100,6 +106,33 @@ def hopper_backward() -> list[Kernel]:
         fma=True,
     )
     return [dq, dkv]
+
+
+def paged() -> list[Kernel]:
+    """Decode for Hopper; the layout of the scores is what the launch makes it."""
+    if importlib.util.find_spec("triton") is None:
+        return []
+    from rl_engine.ops.attention.hopper_paged import scores_layout
+
+    tensors = kinds("q k v out", "*bf16") | {"c": "fp32"} | kinds("lse part_o part_l part_mu", "*fp32")
+    tensors |= kinds("items tables", "*i32") | kinds("table_width heads splits table_rows", "i32")
+    strides = kinds("q_token q_head k_slot k_head k_page v_slot v_head v_page out_token out_head lse_head", "i32")
+    return [
+        Kernel(
+            *(f"{OPS}.attention.hopper_decode", "attention_units_kernel", {**tensors, **strides}),
+            {"GROUP": 4, "D": width, "DV": columns, "R": rows, "PAGE": page, "ALL": whole, "DIRECT": whole}
+            | {"WITH_LSE": whole, "STEP": step, "RING": ring, "WARPS": 4, "SCORES": scores_layout(rows, 4)},
+            *(4, 1, ("table_width", "heads", "splits", "table_rows")),
+            targets=("cuda:90",),
+            fma=True,
+        )
+        for width, columns, rows, page, whole, step, ring in (
+            (128, 128, 4, 64, False, 1, 4),
+            (128, 128, 4, 64, True, 2, 5),
+            (128, 64, 8, 256, False, 2, 5),
+            (64, 64, 8, 64, True, 1, 8),
+        )
+    ]
 
 
 def attention_backward() -> list[Kernel]:
@@ -265,6 +298,7 @@ ROW_KERNELS = [
     *attention(),
     *hopper(),
     *hopper_backward(),
+    *paged(),
     *attention_backward(),
     *norms(),
     *rotations(),

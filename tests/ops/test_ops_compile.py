@@ -184,6 +184,22 @@ def test_contraction_would_be_seen() -> None:
     assert "fma.rn.f32" in fused.asm["ptx"]
 
 
+@needs_triton
+@pytest.mark.parametrize("rows", [4, 8])
+def test_every_score_of_a_split_has_one_place(rows: int) -> None:
+    """And a row sum meets no other warp."""
+    from rl_engine.ops.attention.hopper_paged import scores_layout
+
+    layout = scores_layout(rows, 4)
+    parts = (layout.reg_bases, layout.lane_bases, layout.warp_bases)
+    assert [len(part) for part in parts][1:] == [5, 2]
+    places = {(0, 0, 0)}
+    for block, row, key in [basis for part in parts for basis in part]:
+        places |= {(b + block, r + row, n + key) for b, r, n in places}
+    assert places == {(b, r, n) for b in range(16) for r in range(rows) for n in range(64)}
+    assert not any(key for _, _, key in layout.warp_bases)
+
+
 def test_no_kernel_is_left_out() -> None:
     """Every ``*_kernel`` of the operators that a launch can name has an entry."""
     found = set()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_engine.numerics.contract import Contract
-from rl_engine.ops.attention import AttentionProvider, Runs, hopper_backward, hopper_forward, run_rows
+from rl_engine.ops.attention import AttentionProvider, Runs, hopper_backward, hopper_forward, hopper_paged, run_rows
 from rl_engine.ops.attention.paged import PagedBatch, PagedCache
 from rl_engine.ops.attention.triton_backward import attention_delta_kernel, attention_dkv_kernel, attention_dq_kernel
 from rl_engine.ops.attention.triton_decode import attention_decode_kernel, attention_merge_kernel, kv_store_kernel
@@ -46,9 +46,9 @@ class Tiles:
 
     ``decode`` is for pages that hold whole blocks of keys, ``scattered`` for smaller ones.
 
-    ``hopper`` is the number of K and V blocks in flight of the warp-specialized packed forward, 0 where it is not used;
-    ``hopper_dkv`` likewise of Q and dO blocks of the warp-specialized dK and dV; ``hopper_dq`` is the tile of the
-    warp-specialized dQ, None where it is not used.
+    ``hopper`` is the number of K and V blocks in flight of the warp-specialized packed forward; 0 leaves that and
+    ``hopper_paged`` out. ``hopper_dkv`` likewise of Q and dO blocks of the warp-specialized dK and dV; ``hopper_dq`` is
+    the tile of the warp-specialized dQ, None where it is not used.
     """
 
     forward: Tile
@@ -231,15 +231,55 @@ def decode(
         **({"maxnreg": tile.registers} if tile.registers else {}),
     )
     if not direct:
-        launch(
-            attention_merge_kernel,
-            (heads, queries, samples),
-            *(o, l, mu, out, out if lse is None else lse, items, out.stride(0), out.stride(1), lse_head, heads, splits),
-            warps=1,
-            D=width,
-            WITH_LSE=lse is not None,
-            STAGES=4,
-        )
+        _merge((o, l, mu), items, queries, out, lse, False)
+
+
+def _merge(
+    states: tuple[Tensor, Tensor, Tensor], items: Tensor, queries: int, out: Tensor, lse: Tensor | None, early: bool
+) -> None:
+    heads, splits, width = states[0].shape[1:]
+    launch(
+        attention_merge_kernel,
+        (heads, queries, items.shape[0]),
+        *(*states, out, out if lse is None else lse, items, out.stride(0), out.stride(1)),
+        *(0 if lse is None else lse.stride(1), heads, splits),
+        warps=1,
+        D=width,
+        WITH_LSE=lse is not None,
+        STAGES=4,
+        EARLY=early,
+        **({"launch_pdl": True} if early else {}),
+    )
+
+
+def decode_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    items: Tensor,
+    tables: Tensor,
+    queries: int,
+    splits: int,
+    keys: int,
+    out: Tensor,
+    lse: Tensor | None,
+    tiles: Tiles,
+    form: hopper_paged.Form | None = None,
+) -> None:
+    """As :func:`decode`, by the fastest kernels that take the call: ``hopper_paged``'s where they fit (``form`` instead
+    of the one it chooses), otherwise the tiles for these pages. ``keys`` of all samples together: only speed depends on
+    it, so a graph may be replayed with others."""
+    if tiles.hopper and _is_hopper(q.device) and hopper_paged.fits(q, k, v, queries):
+        _check(q, k[0], v[0])
+        processors = hopper_paged.processors(q.device)
+        form = form or hopper_paged.choose(items.shape[0], k.shape[1], splits, keys, processors)
+        c = scales(q.shape[2])[0]
+        states = hopper_paged.launch_states(q, k, v, items, tables, queries, splits, out, lse, c, form)
+        if states is not None:
+            _merge(states, items, queries, out, lse, True)
+        return
+    cut = tiles.decode if k.shape[2] % BLOCK == 0 else tiles.scattered
+    decode(q, k, v, items, tables, queries, splits, out, lse, cut)
 
 
 def store(k: Tensor, v: Tensor, slots: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
@@ -288,6 +328,7 @@ class _Plan:
     few: Tensor
     queries: int
     splits: int
+    keys: int
 
 
 def _plan(batch: PagedBatch, group: int, size: int, device: torch.device) -> _Plan:
@@ -296,17 +337,17 @@ def _plan(batch: PagedBatch, group: int, size: int, device: torch.device) -> _Pl
     key = (group, size, device)
     if key not in plans:
         rows, starts = batch.q_offsets.tolist(), batch.q_position.tolist()
-        tiles, few, queries, longest = [], [], 0, 0
+        tiles, few, queries, longest, keys = [], [], 0, 0, 0
         for s, (row, start, count) in enumerate(zip(rows, starts, batch.q_offsets.diff().tolist(), strict=False)):
             if count * group <= DECODE_ROWS:
                 few.append((row, start, count, s))
-                queries, longest = max(queries, count), max(longest, start + count)
+                queries, longest, keys = max(queries, count), max(longest, start + count), keys + start + count
             else:
                 tiles += [(row + at - start, at, n, s) for at, n in _pieces(start, count, size)]
         tiles.sort(key=lambda tile: -tile[1])
         plans[key] = _Plan(
             *(batch.slots.to(device), batch.table.to(device), _items(tiles, device), _items(few, device)),
-            *(queries, -(-longest // SPLIT)),
+            *(queries, -(-longest // SPLIT), keys),
         )
     return plans[key]
 
@@ -345,8 +386,8 @@ class TritonAttention(AttentionProvider):
             forward_tiles(q, keys, values, plan.tiles, plan.tables, cache.page, out, None, tile)
         if plan.few.shape[0]:
             tiles = self.tiles[q.shape[2]]
-            cut = tiles.decode if cache.page % BLOCK == 0 else tiles.scattered
-            decode(q, keys, values, plan.few, plan.tables, plan.queries, plan.splits, out, None, cut)
+            counts = (plan.queries, plan.splits, plan.keys)
+            decode_pages(q, keys, values, plan.few, plan.tables, *counts, out, None, tiles)
         return out
 
     def delta(self, dout: Tensor, out: Tensor) -> Tensor:

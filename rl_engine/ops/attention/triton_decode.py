@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rl_engine.ops.attention.triton_forward import BLOCK, SPLIT_BLOCKS, block_step, load_keys, merge_states
 from rl_engine.ops.triton_functions import log2
@@ -81,11 +82,19 @@ def attention_decode_kernel(
 
 
 @triton.jit
-def attention_merge_kernel(part_o, part_l, part_mu, out, lse, items, out_token, out_head, lse_head, heads, splits,
-                           D: tl.constexpr, WITH_LSE: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Merges the splits of one query and head, ascending, and finishes it. Grid: heads, queries, samples."""
+def attention_merge_kernel(
+    part_o, part_l, part_mu, out, lse, items, out_token, out_head, lse_head, heads, splits,
+    D: tl.constexpr, WITH_LSE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Merges the splits of one query and head, ascending, and finishes it. Grid: heads, queries, samples.
+
+    EARLY: it may start before the kernel of the states ends, once that one has waited for everything before it.
+    """
     head, query, item = tl.program_id(0), tl.program_id(1), items + tl.program_id(2) * 4
     first, position, count = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     if query < count:
         row, one, cols = (first + query).to(tl.int64), tl.arange(0, 1), tl.arange(0, D)[None, :]
         l_all, mu_all = tl.zeros((1,), tl.float32), tl.full((1,), float("-inf"), tl.float32)
