@@ -224,11 +224,16 @@ RAGGED = [
 ]
 
 
-def forms() -> list[Any]:
-    """The one that is chosen, every named one, and others."""
-    from rl_engine.ops.attention.hopper_paged import FORMS, Form
+FORMS = ("chosen", "splits", "whole", "alone", "halves", "three in flight", "whole halves", "eight warps")
 
-    return [None, *FORMS.values(), Form(False, 128, 1, 3), Form(True, 64, 1, 8), Form(False, 128, 2, 5, 8)]
+
+def decode_form(name: str) -> Any:
+    """The one that is chosen (None), a named one, or one that no launch takes by itself."""
+    from rl_engine.ops.attention import hopper_paged
+
+    form = hopper_paged.Form
+    others = {"chosen": None, "three in flight": form(False, 128, 1, 3), "whole halves": form(True, 64, 1, 8)}
+    return (hopper_paged.FORMS | others | {"eight warps": form(False, 128, 2, 5, 8)})[name]
 
 
 def hopper() -> None:
@@ -238,22 +243,20 @@ def hopper() -> None:
         pytest.skip("these kernels are for Hopper")
 
 
-@pytest.mark.parametrize(("heads", "lengths", "page", "queries"), RAGGED, ids=str)
-def test_every_form_of_decode_has_the_anchors_bits(
-    heads: tuple[int, int, int], lengths: tuple[int, ...], page: int, queries: int
-) -> None:
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_of_decode_has_the_anchors_bits(name: str) -> None:
     """Ragged samples at once; slots without a key hold NaN."""
     from rl_engine.qualify.gpu_attention import last_tokens
 
     hopper()
-    layout = PackedLayout(lengths, (len(lengths),))
-    q, k, v = qkv(layout.tokens, heads, 2.0)
-    out, lse = anchor().forward_packed(q, k, v, layout)
-    batch = last_tokens(q, k, v, layout, page, queries)
-    for form in forms():
-        found, found_lse = batch.decoded(form)
-        same(found, out[batch.rows], f"{form} output")
-        same(found_lse, lse[batch.rows], f"{form} LSE")
+    for heads, lengths, page, queries in RAGGED:
+        layout = PackedLayout(lengths, (len(lengths),))
+        q, k, v = qkv(layout.tokens, heads, 2.0)
+        out, lse = anchor().forward_packed(q, k, v, layout)
+        batch = last_tokens(q, k, v, layout, page, queries)
+        found, found_lse = batch.decoded(decode_form(name))
+        same(found, out[batch.rows], f"{heads}, {lengths} output")
+        same(found_lse, lse[batch.rows], f"{heads}, {lengths} LSE")
 
 
 def test_every_split_of_every_form_has_the_same_state_and_another_row_sum_is_caught() -> None:
@@ -263,14 +266,14 @@ def test_every_split_of_every_form_has_the_same_state_and_another_row_sum_is_cau
     hopper()
     layout = PackedLayout((3000, 1100), (2,))
     batch = last_tokens(*qkv(layout.tokens, (8, 2, 128), 2.0), layout, 64, 1)
-    split = [form for form in forms() if form and not form.whole]
-    right = batch.states(split[0])
-    for form in split[1:]:
-        for name, a, b in zip(("o", "l", "mu"), batch.states(form), right, strict=True):
-            same(a, b, f"{form} {name}")
+    right = batch.states(decode_form("splits"))
+    for form in ("halves", "three in flight", "eight warps"):
+        for name, a, b in zip(("o", "l", "mu"), batch.states(decode_form(form)), right, strict=True):
+            same(a, b, f"{form}: {name}")
     wrong = replaced(hopper_decode.weights, block_sums=neighbour_sums)
     kernel = replaced(hopper_decode.attention_units_kernel, weights=wrong)
-    assert differing(batch.states(split[0], kernel)[1], right[1]) > 5, "the plain pair tree"
+    wrong_l = batch.states(decode_form("splits"), kernel)[1]
+    assert differing(wrong_l, right[1]) > 5, "the plain pair tree"
 
 
 @pytest.mark.parametrize("length", [700, 1024, 2048])
@@ -293,7 +296,7 @@ def test_a_decode_that_starts_early_sees_what_the_kernels_before_it_wrote(length
         out = torch.empty(samples, heads, width, dtype=torch.bfloat16, device="cuda")
         sets.append((keys, values, table, new, wanted, items, slots, out))
     q = torch.randn(samples, heads, width, device="cuda").bfloat16() * 2
-    for form in forms():
+    for name, form in [(name, decode_form(name)) for name in FORMS[:5]]:
 
         def run(which: int, form: Any = form) -> None:
             keys, values, table, new, wanted, items, slots, out = sets[which]
@@ -315,7 +318,7 @@ def test_a_decode_that_starts_early_sees_what_the_kernels_before_it_wrote(length
             for keys, values, table, _new, wanted, _items, _slots, out in sets:
                 expected = torch.full_like(out, torch.nan)
                 decode(q, keys, values, wanted, table, 1, splits, expected, None, TILES[width].decode)
-                same(out, expected, f"{form}, turn {turn}")
+                same(out, expected, f"{name}, turn {turn}")
 
 
 def test_calls_that_the_hopper_forms_do_not_take() -> None:
