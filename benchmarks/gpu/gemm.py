@@ -17,7 +17,7 @@ from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.operators import provider
 from rl_engine.ops.weight import Part, Weight
 from rl_engine.qualify.gpu.data import Inputs
-from rl_engine.qualify.gpu.products import Products
+from rl_engine.qualify.gpu.products import Folds, Products
 from rl_engine.qualify.gpu.run import GpuQualification, keep, shapes
 from rl_engine.qualify.gpu.run import prove as qualify
 
@@ -80,14 +80,15 @@ def prove(device: Device) -> Iterator[Proof]:
 
 
 def _slices() -> Iterator[Proof]:
-    """Column and depth slices of 8 tensor-parallel ranks, at a small and a large row count."""
+    """Column and depth slices of 8 tensor-parallel ranks at a small and a large row count, and rows of their dW."""
     for shape in shapes(parse_config(QWEN3_8B), (8,)):
-        if shape.kind in ("forward", "residual", "dx"):
-            prover = Products(shape, Inputs(8))
-            prover.choose((8, 1024))
-            for case in prover.cases:
-                if case.holds:
-                    yield Proof(f"slice of 8, {case.what}", case.elements, case.differing)
+        if shape.kind in ("logits", "dh"):
+            continue
+        prover = (Folds if shape.kind == "fold" else Products)(shape, Inputs(8))
+        prover.choose((256, 4096) if shape.kind == "fold" else (8, 1024))
+        for case in prover.cases:
+            if case.holds:
+                yield Proof(f"slice of 8, {case.what}", case.elements, case.differing)
 
 
 def measure(device: Device) -> Iterator[Row]:

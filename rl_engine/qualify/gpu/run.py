@@ -185,7 +185,7 @@ def prove(
     return found
 
 
-PROVER_PROCESSES = 8
+PROVER_PROCESSES = 16
 Part = tuple[str, str]  # module, function
 
 
