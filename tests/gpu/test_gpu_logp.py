@@ -93,7 +93,7 @@ def test_score_with_a_retained_set(vocabulary: int) -> None:
     mask[7, int(targets[7]) // 8] = 1 << int(targets[7]) % 8
     nobody = int((targets.max() + 3) % vocabulary)
     mask[:, nobody // 8] &= 255 - (1 << nobody % 8)
-    targets[targets == nobody] = targets[7]
+    targets = torch.where(targets == nobody, int(targets[7]), targets)
     mask[torch.arange(rows.numel(), device="cuda"), targets // 8] |= (1 << (targets % 8)).to(torch.uint8)
     c = torch.linspace(-1, 1, rows.numel(), device="cuda")
     weight.enable_training()

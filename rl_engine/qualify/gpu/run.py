@@ -39,8 +39,8 @@ from rl_engine.qualify.gpu.products import (
     tiles,
 )
 
-# Operators that are no matrix product. PARTS of a module names its functions (config, inputs) -> Iterator[Case]; each
-# runs in a process of its own, so that they compile side by side and one that breaks the device breaks no other.
+# Operators that are no matrix product. PARTS of a module names its functions (config, inputs) -> Iterator[Case]; they
+# run in other processes, so that they compile side by side, and what breaks one off is a case that fails.
 PROVERS = (
     *("rl_engine.qualify.gpu_attention", "rl_engine.qualify.gpu_rows", "rl_engine.qualify.gpu_logp"),
     "rl_engine.qualify.gpu.products",
@@ -153,8 +153,8 @@ def prove(
     """
     started, identity, inputs = time.perf_counter(), gemm_table.identity(), Inputs()
     wanted = shapes(config, tp_sizes)
-    with _pool(PROVER_PROCESSES, 1) as provers, _pool(min(14, os.cpu_count() or 1)) as compilers:
-        parts, kernels = submit(provers, config), warm(compilers, wanted, points)
+    with _pool() as pool:
+        parts, kernels = submit(pool, config), warm(pool, wanted, points)
         cases, entries, prices, proven = list(controls(inputs)), {}, {}, {}
         concurrent.futures.wait(kernels)  # one that is not compiled by now is compiled where it is tried
         say(f"{time.perf_counter() - started:.0f} s: {len(kernels)} kernels of products compiled")
@@ -185,7 +185,7 @@ def prove(
     return found
 
 
-PROVER_PROCESSES = 16
+PROCESSES = 14  # each starts an interpreter and opens the device, some seconds of a core
 Part = tuple[str, str]  # module, function
 
 
@@ -230,7 +230,7 @@ def operators(
     config: ModelConfig, provers: Sequence[str] = PROVERS, say: Callable[[str], None] = lambda line: None
 ) -> list[Case]:
     """The cases of some provers alone."""
-    with _pool(PROVER_PROCESSES, 1) as pool:
+    with _pool() as pool:
         return collect(submit(pool, config, provers), say)
 
 
@@ -256,10 +256,10 @@ def _end_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def _pool(processes: int, tasks: int | None = None) -> Iterator[ProcessPoolExecutor]:
+def _pool() -> Iterator[ProcessPoolExecutor]:
     """Fresh interpreters, since a forked one cannot use the device; who is interrupted does not wait for them."""
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, context, initializer=_end_with_parent, max_tasks_per_child=tasks)
+    processes = min(PROCESSES, os.cpu_count() or 1)
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
     try:
         yield pool
     except BaseException:
@@ -361,9 +361,9 @@ def _compile(job: Job) -> None:
             return
         a, b = (torch.zeros((n, depth), dtype=torch.bfloat16, device="cuda") for n in (128, columns))
         if kind in ("dx", "dh", "chain"):
-            b = b.T.contiguous().T
+            b = torch.zeros((depth, columns), dtype=torch.bfloat16, device="cuda").T
         if kind == "chain":
-            a = a.T.contiguous().T
+            a = torch.zeros((depth, 128), dtype=torch.bfloat16, device="cuda").T
         for dtype in (torch.float32,) if kind in ("logits", "dh", "chain") else (torch.float32, torch.bfloat16):
             out = torch.zeros((128, columns), dtype=dtype, device="cuda")
             old = out if kind == "dh" else torch.zeros_like(out).bfloat16() if kind == "residual" else None
