@@ -193,7 +193,7 @@ class Products:
             gemm_table.run(choice, a, b, out, old)
             count = differing(out, expected.to(out.dtype))
         except Exception as error:  # a candidate that does not run is no candidate; the reason is kept
-            what, count = f"{what}: {str(error)[:80]}", out.numel()
+            what, count = f"{what}: {' '.join(str(error).split())[:80]}", out.numel()
         self.cases.append(Case("product", choice.provider, what, out.numel(), count))
         return count == 0
 
@@ -314,7 +314,7 @@ class Folds(Products):
                 run_fold(choice, dy, x, start, bounds, empty=empty)
                 count = differing(start, expected)
             except Exception as error:  # as in Products._compare
-                label, count = f"{label}: {str(error)[:80]}", start.numel()
+                label, count = f"{label}: {' '.join(str(error).split())[:80]}", start.numel()
             self.cases.append(Case("fold", choice.provider, label, start.numel(), count))
         return all(case.holds for case in self.cases[before:])
 
