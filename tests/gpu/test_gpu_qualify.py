@@ -144,7 +144,7 @@ def test_the_command_proves_keeps_and_refuses(
     failed = capsys.readouterr()
     assert "split-K: NOT CAUGHT" in failed.out and "consistency refused" in failed.err
     with pytest.raises(
-        gemm_table.NotQualified, match=r"the last proof failed \(controls, control: split-K; 3 in all\)"
+        gemm_table.NotQualified, match=r"the last proof failed \(controls, control: split-K; 2 in all\)"
     ):
         gemm_table.current()
     gemm_table.current.cache_clear()
