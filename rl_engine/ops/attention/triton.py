@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -431,51 +432,41 @@ class TritonAttention(AttentionProvider):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``backward_runs`` with results in bf16, or in fp32 as they are before the last rounding, for proofs."""
         _check(dout, q, k, v)
-        heads, width, kv_heads = q.shape[1], q.shape[2], k.shape[1]
+        width = q.shape[2]
         dq, dk, dv = (torch.empty(x.shape, dtype=kind, device=x.device) for x in (q, k, v))
         (lse, lse_head), (delta, delta_head) = _head_stride(lse), _head_stride(delta)
-        inputs = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *dout.stride()[:2])
         tiles, numbers = self.tiles[width], scales(width)
+
+        def launch_tiles(kernel: Any, outs: tuple[Tensor, ...], items: Tensor, tile: Tile) -> None:
+            heads = outs[0].shape[1]
+            strides = (n for x in (q, k, v, dout, *outs) for n in x.stride()[:2])
+            launch(
+                kernel,
+                (heads * items.shape[0],),
+                *(q, k, v, dout, lse, delta, *outs, items, *numbers, *strides, lse_head, delta_head, heads),
+                warps=tile.warps,
+                stages=tile.stages,
+                GROUP=q.shape[1] // k.shape[1],
+                D=width,
+                M=tile.queries,
+                N=tile.keys,
+                STAGES=tile.stages,
+            )
+
         bulk = _is_hopper(q.device) and hopper_forward.fits(q, k, v, dout)
         if bulk and tiles.hopper_dq:
             tile = tiles.hopper_dq
             items = query_tiles(layout, runs, hopper_backward.QUERIES, True, q.device)
             hopper_backward.gradients_of_queries(q, k, v, dout, lse, delta, dq, items, numbers, tile.keys, tile.stages)
         else:
-            tile = tiles.dq
-            items = query_tiles(layout, runs, tile.queries, True, q.device)
-            launch(
-                attention_dq_kernel,
-                (heads * items.shape[0],),
-                *(q, k, v, dout, lse, delta, dq, items, *numbers, *inputs, *dq.stride()[:2]),
-                *(lse_head, delta_head, heads),
-                warps=tile.warps,
-                stages=tile.stages,
-                GROUP=heads // kv_heads,
-                D=width,
-                M=tile.queries,
-                N=tile.keys,
-                STAGES=tile.stages,
-            )
+            items = query_tiles(layout, runs, tiles.dq.queries, True, q.device)
+            launch_tiles(attention_dq_kernel, (dq,), items, tiles.dq)
         if bulk and tiles.hopper_dkv:
             items = _key_tiles(layout, runs, hopper_backward.KEYS, q.device)
             hopper_backward.gradients_of_keys(q, k, v, dout, lse, delta, dk, dv, items, numbers, tiles.hopper_dkv)
         else:
-            tile = tiles.dkv
-            items = _key_tiles(layout, runs, tile.keys, q.device)
-            launch(
-                attention_dkv_kernel,
-                (kv_heads * items.shape[0],),
-                *(q, k, v, dout, lse, delta, dk, dv, items, *numbers, *inputs, *dk.stride()[:2], *dv.stride()[:2]),
-                *(lse_head, delta_head, kv_heads),
-                warps=tile.warps,
-                stages=tile.stages,
-                GROUP=heads // kv_heads,
-                D=width,
-                M=tile.queries,
-                N=tile.keys,
-                STAGES=tile.stages,
-            )
+            items = _key_tiles(layout, runs, tiles.dkv.keys, q.device)
+            launch_tiles(attention_dkv_kernel, (dk, dv), items, tiles.dkv)
         if sum(count for _, _, count in runs) == q.shape[0]:
             return dq, dk, dv
         rows = run_rows(layout, runs).to(q.device)
