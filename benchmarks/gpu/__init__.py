@@ -1,8 +1,8 @@
 """``python -m benchmarks gpu``: proves and times the GPU operators in one call on one device.
 
-A family is one module of this folder with three names:
+The digest of the code behind a family's figures (``sources.py``) is stored with them. A family is one module of this
+folder with two names:
 
-- ``SOURCES``: repository paths of the code it measures; their digest is stored with every result;
 - ``prove(device)``: yields :class:`Proof` rows, operators against their anchors and controls that must be caught;
 - ``measure(device)``: yields :class:`Row` rows, one per figure of the table of musts.
 
@@ -12,7 +12,6 @@ Both are generators: what they yielded before their time ran out is written.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,19 +74,6 @@ class Proof:
     @property
     def holds(self) -> bool:
         return (self.differing > 0) == self.control
-
-
-def digest(sources: tuple[str, ...]) -> str:
-    """SHA-256 over the named files of the checkout; a folder stands for its Python files."""
-    files = [
-        file
-        for source in sources
-        for file in (sorted((ROOT / source).rglob("*.py")) if (ROOT / source).is_dir() else [ROOT / source])
-    ]
-    total = hashlib.sha256()
-    for file in files:
-        total.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes() + b"\0")
-    return total.hexdigest()
 
 
 @dataclasses.dataclass

@@ -11,18 +11,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu import Proof, Row
 from benchmarks.gpu.device import Device
-from benchmarks.gpu.gemm import QWEN3_8B
 from benchmarks.gpu.limits import copy_rate, copy_time, read_time
+from benchmarks.gpu.model import QWEN3_8B
 from rl_engine.models.config import parse_config
 from rl_engine.ops.attention.triton import ANCHOR, TILES, TritonAttention, by_head, decode_pages, store
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.qualify.gpu.data import differing
-from rl_engine.qualify.gpu.run import operators
+from rl_engine.qualify.gpu.parts import operators
 
-SOURCES = (
-    *("rl_engine/ops/attention", "rl_engine/ops/triton_functions.py", "rl_engine/ops/layout.py"),
-    *("rl_engine/qualify/gpu_attention.py", "benchmarks/gpu/attention.py", "benchmarks/gpu/limits.py"),
-)
 HEADS, KV_HEADS, WIDTH, PAGE = 32, 8, 128, 64  # Qwen3-8B
 PACKED = ((4, 4096), (1, 16384))  # samples, tokens of each
 CACHED = ((8, 1024), (8, 8192), (8, 32768), (16, 2048), (32, 4096), (64, 1024), (64, 8192), (64, 32768))

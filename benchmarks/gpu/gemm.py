@@ -11,39 +11,17 @@ from torch import Tensor
 
 from benchmarks.gpu import Proof, Row
 from benchmarks.gpu.device import Device, Run, copies
+from benchmarks.gpu.model import QWEN3_8B
+from benchmarks.gpu.table import qualified
 from rl_engine.models.config import parse_config
-from rl_engine.ops import cublaslt, gemm_table
+from rl_engine.ops import cublaslt
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.operators import provider
 from rl_engine.ops.weight import Part, Weight
 from rl_engine.qualify.gpu.data import Inputs
 from rl_engine.qualify.gpu.products import Folds, Products
-from rl_engine.qualify.gpu.run import GpuQualification, keep, shapes
-from rl_engine.qualify.gpu.run import prove as qualify
+from rl_engine.qualify.gpu.run import shapes
 
-SOURCES = (
-    *(
-        "rl_engine/ops/triton_gemm.py",
-        "rl_engine/ops/gluon_fold.py",
-        "rl_engine/ops/cublaslt.py",
-        "rl_engine/ops/gemm_table.py",
-    ),
-    *("rl_engine/ops/triton_functions.py", "rl_engine/ops/linear", "rl_engine/qualify/gpu", "benchmarks/gpu/gemm.py"),
-)
-QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "num_hidden_layers": 36,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "max_position_embeddings": 40960,
-}
 LINEARS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 # rows -> (must, aim) of the forward sum
 FORWARD = {
@@ -54,18 +32,6 @@ FORWARD = {
 }
 PRODUCTS = ("product", "fold", "linear", "controls")  # operators of the cases that are matrix products
 SEARCHED = 8  # algorithms of cuBLASLt, splits allowed, that the baseline may choose from
-_qualified: dict[str, GpuQualification] = {}
-
-
-def qualified() -> GpuQualification:
-    """The proof of Qwen3-8B on this device, made once a process; its table is put in force, for times also where an
-    operator failed: without the model's name in it no run is admitted."""
-    if not _qualified:
-        found = _qualified["8b"] = qualify(parse_config(QWEN3_8B), say=lambda line: print(line, flush=True))
-        keep(found)
-        if found.failed:
-            gemm_table.keep(found.table)
-    return _qualified["8b"]
 
 
 def prove(device: Device) -> Iterator[Proof]:

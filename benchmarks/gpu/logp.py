@@ -9,7 +9,8 @@ from torch import Tensor
 
 from benchmarks.gpu import Proof, Row
 from benchmarks.gpu.device import Device
-from benchmarks.gpu.gemm import QWEN3_8B, qualified
+from benchmarks.gpu.model import QWEN3_8B
+from benchmarks.gpu.table import qualified
 from rl_engine.models.config import parse_config
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.operators import provider
@@ -18,17 +19,6 @@ from rl_engine.ops.weight import Part, Weight
 from rl_engine.qualify.gpu import logp as proof
 from rl_engine.qualify.gpu.data import Inputs, differing
 
-SOURCES = (
-    *(
-        "rl_engine/ops/triton_gemm.py",
-        "rl_engine/ops/gluon_fold.py",
-        "rl_engine/ops/cublaslt.py",
-        "rl_engine/ops/gemm_table.py",
-    ),
-    *("rl_engine/ops/triton_functions.py", "rl_engine/ops/lm_head", "rl_engine/ops/selected_logp"),
-    *("rl_engine/ops/linear/cublaslt.py", "rl_engine/ops/weight.py"),
-    *("rl_engine/qualify/gpu/logp.py", "benchmarks/gpu/logp.py"),
-)
 TOKENS, VOCABULARY, HIDDEN = 4096, QWEN3_8B["vocab_size"], QWEN3_8B["hidden_size"]
 LAYOUT = PackedLayout((TOKENS,), (1,))
 

@@ -10,18 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import FAMILIES, ROOT, digest, stored
+from benchmarks.gpu import FAMILIES, ROOT, stored
+from benchmarks.gpu.sources import digest, sources
 
 PAGE = ROOT / "docs" / "concepts" / "bitwise.md"
 MARKS = re.compile(r"(<!-- gpu results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def current_digest(family: str) -> str:
-    """The digest of the sources that a family measures, as they are now; nothing of Triton or CUDA is imported."""
-    text = Path(ROOT, *FAMILIES[family].split(".")).with_suffix(".py").read_text()
-    found = re.search(r"^SOURCES = \((.*?)^\)", text, re.DOTALL | re.MULTILINE)
-    assert found, f"{family} names no SOURCES"
-    return digest(tuple(re.findall(r'"([^"]+)"', found.group(1))))
+    """The digest of the code behind a family's figures, as it is now; none of it is imported."""
+    return digest(sources(Path(ROOT, *FAMILIES[family].split(".")).with_suffix(".py")))
 
 
 def table(family: str, now: Callable[[str], str] = current_digest) -> str:

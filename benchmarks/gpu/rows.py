@@ -9,8 +9,8 @@ from torch import Tensor
 
 from benchmarks.gpu import Proof, Row
 from benchmarks.gpu.device import Device
-from benchmarks.gpu.gemm import QWEN3_8B
 from benchmarks.gpu.limits import copy_rate, copy_time
+from benchmarks.gpu.model import QWEN3_8B
 from rl_engine.models.config import parse_config
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.operators import provider
@@ -20,12 +20,8 @@ from rl_engine.ops.rope.triton import qk_norm_rope, qk_norm_rope_backward
 from rl_engine.ops.swiglu.triton import TritonSwiglu
 from rl_engine.ops.weight import Part, Weight
 from rl_engine.qualify.gpu.data import differing
-from rl_engine.qualify.gpu.run import operators
+from rl_engine.qualify.gpu.parts import operators
 
-SOURCES = (
-    *("rl_engine/ops/rms_norm", "rl_engine/ops/rope", "rl_engine/ops/swiglu", "rl_engine/ops/triton_functions.py"),
-    *("rl_engine/ops/layout.py", "rl_engine/qualify/gpu_rows.py", "benchmarks/gpu/rows.py", "benchmarks/gpu/limits.py"),
-)
 TOKENS, HIDDEN, INNER, HEADS, KV_HEADS, WIDTH = 16384, 4096, 12288, 32, 8, 128  # Qwen3-8B
 EPS, SETS = 1e-6, 3
 LAYOUT = PackedLayout((1024,) * 16, (4,) * 4)

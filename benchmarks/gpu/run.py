@@ -10,7 +10,8 @@ import time
 import traceback
 from pathlib import Path
 
-from benchmarks.gpu import FAMILIES, RESULTS, Result, digest
+from benchmarks.gpu import FAMILIES, RESULTS, Result
+from benchmarks.gpu.sources import digest, sources
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> int:
             continue
         started = time.monotonic()
         module = importlib.import_module(FAMILIES[family])
-        result = Result(family, digest(module.SOURCES), device.about(), ended="interrupted")
+        result = Result(family, digest(sources(Path(str(module.__file__)))), device.about(), ended="interrupted")
         _collect(result, module, device, options.out / f"gpu-{family}.json", proofs=not options.no_proofs)
         _print(result, time.monotonic() - started)
         good = good and result.ended == "complete" and all(proof.holds for proof in result.proofs)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rl_engine.models.config import ModelConfig
-from rl_engine.ops.selected_logp import groups
+from rl_engine.ops.selected_logp.vocabulary import groups
 from rl_engine.parallel import bounds
 
 MERGED = {

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_engine.ops import cublaslt, triton_gemm
+from rl_engine.ops import cublaslt, driver, triton_gemm
 from rl_engine.ops.library import cache_folder
 from rl_engine.ops.triton_gemm import Tile
 
@@ -176,39 +176,29 @@ def sources() -> str:
 
 @functools.cache
 def identity() -> dict[str, str]:
-    """What a proof holds for: device, driver, library versions and sources."""
+    """What a proof holds for: device, driver, library versions and sources.
+
+    Raises:
+        NotQualified: the driver says no version; a proof could not name what it holds for.
+    """
     import triton
+
+    try:
+        version = driver.version()
+    except OSError as error:
+        raise NotQualified(f"the driver's version is unknown: {error}") from error
 
     properties = torch.cuda.get_device_properties(0)
     return {
         "device": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": str(properties.multi_processor_count),
-        "driver": driver(),
+        "driver": version,
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cublaslt": str(cublaslt.version()) if torch.version.cuda else "none",
         "sources": sources(),
     }
-
-
-def driver() -> str:
-    """The kernel driver's version, as the management library says it.
-
-    Raises:
-        NotQualified: it says nothing; a proof could not name what it holds for.
-    """
-    import ctypes
-
-    text = ctypes.create_string_buffer(96)
-    try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-        silent = library.nvmlInit_v2() or library.nvmlSystemGetDriverVersion(text, 96)
-    except OSError as error:
-        raise NotQualified(f"the driver's version is unknown: {error}") from error
-    if silent:
-        raise NotQualified("the driver's version is unknown: the management library does not answer")
-    return text.value.decode()
 
 
 def path() -> Path:

@@ -108,7 +108,7 @@ def _sizes(config: ModelConfig, asked: Sequence[int]) -> tuple[int, ...]:
 def _gpu(config: ModelConfig, tp_sizes: tuple[int, ...], *, again: bool, as_json: bool) -> int:
     """Proves, times and keeps the table that the GPU's products run by; prints the kept proof where one holds."""
     from rl_engine.ops.gemm_table import NotQualified, path
-    from rl_engine.qualify.gpu import run
+    from rl_engine.qualify.gpu import prices, run
 
     record = None if again else run.kept(config, tp_sizes)
     told = "proven earlier (--again proves anew)"
@@ -118,12 +118,14 @@ def _gpu(config: ModelConfig, tp_sizes: tuple[int, ...], *, again: bool, as_json
         except NotQualified as error:
             raise UserError(str(error), "a GPU whose proof can name what it holds for", "check its driver") from error
         run.keep(result)
-        if not result.failed:
-            with warnings.catch_warnings():
-                # torch says of each attention backend that cannot run a shape why; such a backend is only left out.
-                warnings.filterwarnings("ignore", category=UserWarning, module="rl_engine.qualify.gpu.prices")
-                run.price(result, config, _say)
         record, told = result.record(), f"qualified in {result.seconds:.0f} s"
+    if record["failed"]:
+        record["levels"] = prices.levels(record["prices"])
+    else:
+        with warnings.catch_warnings():
+            # torch says of each attention backend that cannot run a shape why; such a backend is only left out.
+            warnings.filterwarnings("ignore", category=UserWarning, module="rl_engine.qualify.gpu.prices")
+            prices.complete(record, config, _say)
     if as_json:
         print(json.dumps(record, indent=1))
     else:

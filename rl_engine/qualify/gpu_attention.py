@@ -39,8 +39,8 @@ from rl_engine.ops.attention.triton import (
 )
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.triton_functions import launch
+from rl_engine.qualify.gpu.cases import Case, close
 from rl_engine.qualify.gpu.data import Inputs, differing
-from rl_engine.qualify.gpu.products import Case, close
 
 LAYOUT = PackedLayout((1, 63, 66, 1100), (4,))
 OTHER: dict[str, Any] = {"forward": Tile(64, 64, 4, 2), "dq": Tile(64, 32, 4, 2), "dkv": Tile(64, 64, 4, 2)}

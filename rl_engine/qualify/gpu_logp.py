@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from rl_engine.models.config import ModelConfig
 from rl_engine.qualify.gpu import logp
+from rl_engine.qualify.gpu.cases import Case
 from rl_engine.qualify.gpu.data import Inputs
-from rl_engine.qualify.gpu.products import Case
 
 PARTS = ("selected_logp",)
 

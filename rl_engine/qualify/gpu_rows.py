@@ -19,8 +19,8 @@ from rl_engine.ops.rope.triton import can_fuse, qk_norm_rope, qk_norm_rope_backw
 from rl_engine.ops.sample import DrawKey
 from rl_engine.ops.triton_functions import exp, launch, reciprocal
 from rl_engine.ops.weight import Part, Weight
+from rl_engine.qualify.gpu.cases import Case, close
 from rl_engine.qualify.gpu.data import Inputs, differing
-from rl_engine.qualify.gpu.products import Case, close
 
 LAYOUT = PackedLayout((1, 17, 85, 200), (1, 3))
 
@@ -175,8 +175,7 @@ def update(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
         yield _case("adamw", name, a, b)
     grad = state[3] * torch.exp2(torch.randint(-40, 6, (5001,), generator=inputs.random, device=device).float())
     grad[::7], grad[::11] = 0.0, 1e-42
-    bins = (provider("grad_norm", name).bins(x) for name, x in (("triton", grad), ("reference", grad.cpu())))
-    found, expected = bins
+    found, expected = provider("grad_norm", "triton").bins(grad), provider("grad_norm", "reference").bins(grad.cpu())
     yield Case("grad_norm", "triton", "bins", expected.numel(), int((found.cpu() != expected).sum()))
 
 

@@ -28,7 +28,8 @@ from rl_engine.ops.operators import GPU, OPERATORS, provider
 from rl_engine.ops.rms_norm import as_heads
 from rl_engine.ops.rope import RopeTable
 from rl_engine.ops.sample import DrawKey
-from rl_engine.ops.selected_logp import LogpState, group_columns
+from rl_engine.ops.selected_logp import LogpState
+from rl_engine.ops.selected_logp.vocabulary import group_columns
 from rl_engine.ops.weight import Part, Weight
 
 MAX_COLUMNS = 512  # output columns that the slow reference computes of one product

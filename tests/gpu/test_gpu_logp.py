@@ -72,7 +72,8 @@ def test_score_forward_and_backward() -> None:
 def test_score_with_a_retained_set(vocabulary: int) -> None:
     """From hidden states: the anchor's logits through the whole-row form, group chains and unit folds, and fp64."""
     from rl_engine.ops import triton_gemm
-    from rl_engine.ops.selected_logp import LogpState, groups, inverse_temperature
+    from rl_engine.ops.selected_logp import LogpState, inverse_temperature
+    from rl_engine.ops.selected_logp.vocabulary import groups
     from rl_engine.qualify.gpu.data import Inputs
     from rl_engine.qualify.gpu.logp import random_mask
 

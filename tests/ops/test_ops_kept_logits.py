@@ -9,7 +9,8 @@ from torch import Tensor
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.lm_head.cpu import CpuHead
 from rl_engine.ops.operators import Operators
-from rl_engine.ops.selected_logp import LogpProvider, groups, kept_logits
+from rl_engine.ops.selected_logp import LogpProvider, kept_logits
+from rl_engine.ops.selected_logp.vocabulary import groups
 from rl_engine.ops.weight import Weight
 from tests.helpers.numeric import assert_bitwise
 from tests.helpers.ops import bf16_randn, differing, f32_randn, generator, operators, random_weight

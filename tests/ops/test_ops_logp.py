@@ -12,8 +12,9 @@ from torch import Tensor
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.operators import Operators
 from rl_engine.ops.sample.retained import retained_mask
-from rl_engine.ops.selected_logp import LogpState, check_targets, group_columns, groups, inverse_temperature
+from rl_engine.ops.selected_logp import LogpState, check_targets, inverse_temperature
 from rl_engine.ops.selected_logp.reference import ReferenceLogp, unpack_mask
+from rl_engine.ops.selected_logp.vocabulary import group_columns, groups
 from rl_engine.ops.weight import Weight
 from tests.helpers.numeric import assert_bitwise, assert_close
 from tests.helpers.ops import (

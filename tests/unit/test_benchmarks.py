@@ -119,17 +119,89 @@ def test_gpu_figures_by_hand_stay_until_a_result_is_stored(monkeypatch: pytest.M
     assert "The run ended early (out of time)" in made and made.startswith("a\n") and made.endswith("<!-- end -->\nz\n")
 
 
-def test_gpu_families_name_sources_that_exist() -> None:
-    from benchmarks.gpu import FAMILIES
-    from benchmarks.gpu.pages import current_digest
+# family -> (code that decides its figures and proofs, code that does not), from the checkout's root
+SOURCES = {
+    "gemm": (
+        "ops/triton_gemm.py ops/gluon_fold.py ops/cublaslt.py ops/gemm_table.py ops/linear/cublaslt.py "
+        "ops/lm_head/cublaslt.py ops/weight.py qualify/gpu/products.py qualify/gpu/controls.py qualify/gpu/run.py",
+        "ops/attention/triton.py ops/selected_logp/triton.py ops/rms_norm/triton.py qualify/gpu/prices.py "
+        "qualify/gpu/logp.py qualify/gpu_attention.py qualify/gpu_rows.py ops/linear/cpu.py",
+    ),
+    "logp": (
+        "ops/selected_logp/triton.py ops/triton_gemm.py ops/gemm_table.py ops/lm_head/cublaslt.py ops/weight.py "
+        "ops/linear/cublaslt.py qualify/gpu/logp.py qualify/gpu/logp_controls.py qualify/gpu/products.py",
+        "ops/attention/triton.py ops/rms_norm/triton.py qualify/gpu/prices.py qualify/gpu_attention.py",
+    ),
+    "attention": (
+        "ops/attention/triton.py ops/attention/hopper_forward.py ops/attention/hopper_backward.py "
+        "ops/attention/hopper_decode.py ops/attention/triton_decode.py ops/layout.py ops/triton_functions.py "
+        "numerics/contract.py qualify/gpu_attention.py",
+        "ops/triton_gemm.py ops/selected_logp/triton.py ops/rms_norm/triton.py qualify/gpu/products.py "
+        "qualify/gpu/prices.py qualify/gpu/run.py qualify/gpu_rows.py ops/attention/stock.py",
+    ),
+    "rows": (
+        "ops/rms_norm/triton.py ops/rms_norm/reference.py ops/rope/triton.py ops/swiglu/triton.py ops/adamw/triton.py "
+        "ops/sample/triton.py ops/embedding/reference.py ops/grad_norm/triton.py qualify/gpu_rows.py",
+        "ops/triton_gemm.py ops/selected_logp/triton.py ops/attention/triton.py qualify/gpu/products.py "
+        "qualify/gpu/prices.py qualify/gpu/run.py qualify/gpu_attention.py ops/rms_norm/stock.py",
+    ),
+}
 
-    assert all(len(current_digest(family)) == 64 for family in FAMILIES)
+
+@pytest.mark.parametrize("family", SOURCES)
+def test_gpu_figures_depend_on_the_code_that_decides_them_and_on_no_other(family: str) -> None:
+    from benchmarks.gpu import FAMILIES, ROOT
+    from benchmarks.gpu.sources import ENDS, sources
+
+    assert set(FAMILIES) == set(SOURCES)
+    found = {str(file.relative_to(ROOT)) for file in sources(ROOT / "benchmarks" / "gpu" / f"{family}.py")}
+    inside, outside = ({f"rl_engine/{name}" for name in names.split()} for names in SOURCES[family])
+    assert all((ROOT / name).is_file() for name in inside | outside)
+    inside |= {f"benchmarks/gpu/{family}.py", "benchmarks/gpu/device.py", "rl_engine/qualify/gpu/timing.py"}
+    inside |= {f"rl_engine/qualify/gpu/{name}.py" for name in ("data", "cases", "parts")}
+    assert inside <= found and not outside & found
+    assert not found & {f"benchmarks/gpu/{name}.py" for name in FAMILIES if name != family}
+    assert not any(name.replace("/", ".").removesuffix(".py").removesuffix(".__init__") in ENDS for name in found)
+
+
+def test_gpu_sources_are_found_in_functions_by_name_and_behind_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks.gpu import sources
+
+    registry = "REGISTRY: dict = {'norm': {'a': ('norm.a', 'A'), 'b': ('norm.b', 'B')}, 'rms_norm': {}}\nimport other\n"
+    texts = {
+        "benchmarks/gpu/family.py": (
+            "import torch\nfrom rl_engine.ops import first\nPROVERS = ('rl_engine.prover', 'rl_engine.nothing')\n"
+            "def f():\n    from rl_engine.lazy import value\n    return provider('norm', 'a')\n"
+        ),
+        "rl_engine/ops/first.py": "import rl_engine.second\nNOT_FOLLOWED = 'rl_engine.other'\n",
+        "rl_engine/ops/operators.py": registry,
+        "rl_engine/second.py": "import rl_engine.ops.first\nfrom rl_engine.ops.operators import provider\n",
+        "rl_engine/prover.py": "def g(name):\n    assert name in ('b', 'c')\n    return provider('norm', name)\n",
+        **{f"rl_engine/{name}.py": "" for name in ("lazy", "other", "ops/norm/a", "ops/norm/b", "models/config")},
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    sources._registry.cache_clear()
+    try:
+        family = tmp_path / "benchmarks/gpu/family.py"
+        found = {str(file.relative_to(tmp_path)) for file in sources.sources(family)}
+        first = sources.digest(sources.sources(family))
+        (tmp_path / "rl_engine/other.py").write_text("x = 1\n")
+        assert sources.digest(sources.sources(family)) == first
+        (tmp_path / "rl_engine/lazy.py").write_text("value = 1\n")
+        assert sources.digest(sources.sources(family)) != first
+    finally:
+        sources._registry.cache_clear()
+    assert found == set(texts) - {f"rl_engine/{name}.py" for name in ("other", "ops/operators", "models/config")}
 
 
 FAMILY = """
 import os, signal
 from benchmarks.gpu import Proof, Row
-SOURCES = ("benchmarks/gpu/run.py",)
 def prove(device):
     yield Proof("chain", 8, 0)
 def measure(device):

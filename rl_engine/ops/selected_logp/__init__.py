@@ -28,24 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_engine.numerics.contract import Contract
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.lm_head import HeadProvider
+from rl_engine.ops.selected_logp.vocabulary import groups
 from rl_engine.ops.weight import Loan, Weight
-
-TILE, GROUPS = Contract().logp_tile, Contract().logp_groups
-
-
-def group_columns(vocabulary: int) -> int:
-    """Columns of one vocabulary group (the last is shorter)."""
-    tiles = -(-vocabulary // TILE)
-    return -(-tiles // GROUPS) * TILE
-
-
-def groups(vocabulary: int) -> list[tuple[int, int]]:
-    """(first column, last column + 1) of every group."""
-    width = group_columns(vocabulary)
-    return [(first, min(first + width, vocabulary)) for first in range(0, vocabulary, width)]
 
 
 def kept_logits(space: Tensor, rows: int) -> list[Tensor]:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from rl_engine.ops.library import load
-from rl_engine.ops.selected_logp import LogpProvider, LogpState, group_columns
+from rl_engine.ops.selected_logp import LogpProvider, LogpState
+from rl_engine.ops.selected_logp.vocabulary import group_columns
 
 
 def _mask_arguments(mask: Tensor | None) -> tuple[int | None, int]:

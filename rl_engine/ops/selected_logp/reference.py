@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from rl_engine.ops.functions import exp, f32, log, tree_sum
-from rl_engine.ops.selected_logp import TILE, LogpProvider, LogpState, group_columns
+from rl_engine.ops.selected_logp import LogpProvider, LogpState
+from rl_engine.ops.selected_logp.vocabulary import TILE, group_columns
 
 
 def unpack_mask(mask: Tensor, first: int, last: int) -> Tensor:

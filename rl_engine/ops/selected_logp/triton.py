@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_engine.ops.lm_head import HeadProvider
-from rl_engine.ops.selected_logp import TILE, LogpProvider, LogpState, group_columns, groups
+from rl_engine.ops.selected_logp import LogpProvider, LogpState
+from rl_engine.ops.selected_logp.vocabulary import TILE, group_columns, groups
 from rl_engine.ops.triton_functions import exp, launch, log, tree_rows
 from rl_engine.ops.triton_gemm import Tile, copyable, descriptor, tile_of
 from rl_engine.ops.weight import Weight

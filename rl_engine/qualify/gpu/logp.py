@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from rl_engine.ops.lm_head.triton import TritonHead
-from rl_engine.ops.selected_logp import LogpState, group_columns, groups, kept_logits
+from rl_engine.ops.selected_logp import LogpState, kept_logits
 from rl_engine.ops.selected_logp import triton as kernels
 from rl_engine.ops.selected_logp.triton import TritonLogp
+from rl_engine.ops.selected_logp.vocabulary import group_columns, groups
 from rl_engine.ops.weight import Part, Weight
-from rl_engine.qualify.gpu.controls import fused_merge, wrong_state
+from rl_engine.qualify.gpu.cases import Case
 from rl_engine.qualify.gpu.data import Inputs, differing, poisoned
-from rl_engine.qualify.gpu.products import Case
+from rl_engine.qualify.gpu.logp_controls import fused_merge, wrong_state
 
 VARIANTS = ((1, 1, 1), (2, 2, 2), (16, 1, 4), (1, 16, 8))  # rows, tiles, warps of a program
 

@@ -7,7 +7,8 @@ and values not paged, which flatters it), ``rms_norm``, elementwise rotation and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from rl_engine.ops.rope import RopeTable
 from rl_engine.ops.rope.triton import can_fuse, qk_norm_rope, qk_norm_rope_backward
 from rl_engine.ops.weight import Part, Weight
 from rl_engine.qualify.gpu.data import Inputs
+from rl_engine.qualify.gpu.run import write_record
 from rl_engine.qualify.gpu.timing import Run, microseconds
 
 Prices = dict[str, dict[int, tuple[float, float]]]  # operator -> rows -> (ours, native) microseconds
@@ -33,22 +35,73 @@ TOKENS = (64, 8192)  # of the row operators
 SCORED = (1024, 4096)  # tokens
 PAGE = 64
 SECONDS = 0.05
+FAMILIES = ("attention", "decode", "rows", "logp")
+LEVELS = {  # first word of a price's name -> the guarantee that it belongs to
+    "forward": "L1-L3 products",
+    "attention": "L1-L3 attention",
+    "decode": "L1-L3 decode attention",
+    "rows": "L1-L3 norms, RoPE, SwiGLU",
+    "logp": "L1-L3 log-probabilities",
+    "dx": "L4 dX",
+    "fold": "L4 dW",
+    "attention-backward": "L4 attention",
+    "rows-backward": "L4 norms, RoPE, SwiGLU",
+    "logp-first": "L4 log-probabilities, forward too, a step's first micro-batch",
+    "logp-later": "L4 log-probabilities, forward too, later micro-batches",
+}
 
 
-def operators(config: ModelConfig, inputs: Inputs, say: Callable[[str], None] = lambda line: None) -> Prices:
-    """Times of a model's operators on this GPU, some seconds; the table of products must be in force.
+def levels(prices: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dict[str, float]]:
+    """Price of each guarantee, time against native's: the model's products in sum, every other operator alone.
 
-    One that cannot be timed here (memory, no native kernel) is said and left out: a price is no proof.
+    L1, L2 and L3 are the same forward kernels; L4 adds the backward ones.
     """
+    sums: dict[str, dict[str, list[float]]] = {level: {} for level in LEVELS.values()}
+    for name, points in prices.items():
+        level = LEVELS.get(name.partition(" ")[0])
+        for rows, pair in points.items() if level else ():
+            total = sums[str(level)].setdefault(rows, [0.0, 0.0])
+            total[0], total[1] = total[0] + pair[0], total[1] + pair[1]
+    return {
+        level: {rows: round(total[0] / total[1], 3) for rows, total in sorted(points.items(), key=lambda x: int(x[0]))}
+        for level, points in sums.items()
+        if points
+    }
+
+
+def complete(record: dict[str, Any], config: ModelConfig, say: Callable[[str], None] = lambda line: None) -> None:
+    """Adds to the record of the proof in force the prices that it lacks, and keeps it.
+
+    A family that cannot be timed here (memory, no native kernel) is said and left out until the next start: a price is
+    no proof.
+    """
+    priced = record.setdefault("priced", [])
+    missing = [family for family in FAMILIES if family not in priced]
+    if missing:
+        say(f"timing what the kept proof has no price of: {', '.join(missing)}")
+        found, timed = operators(config, Inputs(), missing, say)
+        record["prices"] |= {name: {str(rows): pair for rows, pair in points.items()} for name, points in found.items()}
+        priced += timed
+    record["levels"] = levels(record["prices"])
+    if missing:
+        write_record(record)
+
+
+def operators(
+    config: ModelConfig, inputs: Inputs, wanted: Sequence[str], say: Callable[[str], None]
+) -> tuple[Prices, list[str]]:
+    """(times of a model's operators on this GPU, the families that were timed in full); some seconds."""
     found: Prices = {}
-    for family in (_attention, _decode, _rows, _scores):
+    timed, families = [], {"attention": _attention, "decode": _decode, "rows": _rows, "logp": _logp}
+    for name in wanted:
         try:
-            for name, rows, ours, native in family(config, inputs):
-                found.setdefault(name, {})[rows] = (round(ours, 2), round(native, 2))
+            for operator, rows, ours, native in families[name](config, inputs):
+                found.setdefault(operator, {})[rows] = (round(ours, 2), round(native, 2))
+            timed.append(name)
         except Exception as error:
-            say(f"{family.__name__[1:]} is not priced: {type(error).__name__}: {str(error)[:160]}")
+            say(f"{name} is not priced: {type(error).__name__}: {str(error)[:160]}")
         torch.cuda.empty_cache()
-    return found
+    return found, timed
 
 
 def _best(ours: Sequence[Run], natives: Sequence[Sequence[Run]], *, graph: bool) -> tuple[float, float]:
@@ -228,13 +281,18 @@ class _Layer:
         torch.autograd.grad(self.outputs, self.leaves, seeds, retain_graph=True)
 
 
-def _scores(config: ModelConfig, inputs: Inputs) -> Iterator[Row]:
-    """Log-probability and entropy from hidden states, the head's products included, and with their gradients."""
+def _logp(config: ModelConfig, inputs: Inputs) -> Iterator[Row]:
+    """Log-probability and entropy from hidden states, the head's products included, and with their gradients: of a
+    step's first micro-batch, whose gradients are cleared before it, and of a later one, which adds to them."""
     names, hidden, vocabulary = uniform("gpu"), config.hidden, config.vocabulary
     logp, head = (provider(name, names[name]) for name in ("selected_logp", "lm_head"))
     weight = Weight("head", inputs.normal(vocabulary, hidden, scale=0.02), (Part("head", 0, vocabulary),))
     plain = weight.value.detach().requires_grad_()
     weight.enable_training()
+
+    def native_cleared() -> None:
+        plain.grad = None
+
     for tokens in SCORED:
         x, rows = inputs.normal(tokens, hidden).requires_grad_(), torch.arange(tokens, device="cuda")
         targets = torch.randint(0, vocabulary, (tokens,), generator=inputs.random, device="cuda")
@@ -257,16 +315,20 @@ def _scores(config: ModelConfig, inputs: Inputs) -> Iterator[Row]:
 
             return forward
 
-        def trained(run: Callable[[], Tensor], x: Tensor = x, c: Tensor = c) -> Run:
+        def trained(run: Callable[[], Tensor], before: Run, x: Tensor = x, c: Tensor = c) -> Run:
             def both() -> None:
+                before()
                 run().backward(c)
-                x.grad = plain.grad = None
+                x.grad = None
 
             return both
 
+        first = trained(ours, weight.clear_gradient), trained(native, native_cleared)
+        later = trained(ours, lambda: weight.grad), trained(native, lambda: None)  # read: no logits are kept in it
         shape = f"{hidden} x {vocabulary}"
         yield (f"logp {shape}", tokens, *_best([without(ours)], [[without(native)]], graph=False))
-        yield (f"logp-trained {shape}", tokens, *_best([trained(ours)], [[trained(native)]], graph=False))
+        for name, (a, b) in {"logp-first": first, "logp-later": later}.items():
+            yield (f"{name} {shape}", tokens, *_best([a], [[b]], graph=False))
 
 
 def _heads(config: ModelConfig) -> str:

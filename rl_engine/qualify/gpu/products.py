@@ -18,6 +18,7 @@ from rl_engine.models.config import ModelConfig
 from rl_engine.ops import cublaslt, gemm_table, triton_gemm
 from rl_engine.ops.gemm_table import Choice
 from rl_engine.ops.triton_gemm import Tile
+from rl_engine.qualify.gpu.cases import Case, close
 from rl_engine.qualify.gpu.data import Inputs, differing, in_nan, poisoned
 from rl_engine.qualify.gpu.timing import copies, microseconds
 
@@ -35,28 +36,6 @@ CENSUS = (
     *range(1152, 8193, 256),
 )
 CENSUS_RANKS = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One comparison of bits; a control must differ."""
-
-    operator: str
-    provider: str
-    what: str
-    elements: int
-    differing: int
-    control: bool = False
-
-    @property
-    def holds(self) -> bool:
-        return (self.differing > 0) == self.control
-
-
-def close(operator: str, what: str, found: Tensor, expected: Tensor, rtol: float, atol: float) -> Case:
-    """Values against fp64: elements further away than ``atol + rtol |expected|``, or not finite."""
-    far = ~((found.double() - expected).abs() <= atol + rtol * expected.abs())
-    return Case(operator, "triton", what, expected.numel(), int(far.sum()))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import hashlib
-import importlib
 import json
 import math
-import multiprocessing
-import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -23,47 +18,24 @@ import torch
 from rl_engine.models.config import ModelConfig
 from rl_engine.ops import gemm_table, triton_gemm
 from rl_engine.ops.gemm_table import Choice, NotQualified, Table
-from rl_engine.ops.selected_logp import group_columns
+from rl_engine.ops.selected_logp.vocabulary import group_columns
 from rl_engine.ops.triton_gemm import Tile
+from rl_engine.qualify.gpu.cases import Case
 from rl_engine.qualify.gpu.controls import wrong_product
 from rl_engine.qualify.gpu.data import Inputs, differing, poisoned
-from rl_engine.qualify.gpu.products import (
-    ANCHOR,
-    POINTS,
-    UNIT_POINTS,
-    Case,
-    Folds,
-    Products,
-    Shape,
-    fold_tiles,
-    tiles,
-)
+from rl_engine.qualify.gpu.parts import collect, pool, submit
+from rl_engine.qualify.gpu.products import ANCHOR, POINTS, UNIT_POINTS, Folds, Products, Shape, fold_tiles, tiles
 
-# Operators that are no matrix product. PARTS of a module names its functions (config, inputs) -> Iterator[Case]; they
-# run in other processes, so that they compile side by side, and what breaks one off is a case that fails.
+# The parts of the proof beside the search for every product's kernel.
 PROVERS = (
     *("rl_engine.qualify.gpu_attention", "rl_engine.qualify.gpu_rows", "rl_engine.qualify.gpu_logp"),
     "rl_engine.qualify.gpu.products",
 )
 
 
-LEVELS = {  # first word of a price's name -> the guarantee that it belongs to
-    "forward": "L1-L3 products",
-    "attention": "L1-L3 attention",
-    "decode": "L1-L3 decode attention",
-    "rows": "L1-L3 norms, RoPE, SwiGLU",
-    "logp": "L1-L3 log-probabilities",
-    "dx": "L4 dX",
-    "fold": "L4 dW",
-    "attention-backward": "L4 attention",
-    "rows-backward": "L4 norms, RoPE, SwiGLU",
-    "logp-trained": "L4 log-probabilities, forward too",
-}
-
-
 @dataclasses.dataclass
 class GpuQualification:
-    """``prices``: shape or operator -> rows -> (ours, native) microseconds."""
+    """``prices``: shape -> rows -> (ours, native) microseconds; the other operators' are added to the record."""
 
     table: Table
     cases: list[Case]
@@ -82,23 +54,6 @@ class GpuQualification:
     def refuted(self) -> list[Case]:
         return [case for case in self.cases if not case.holds and case.operator in ("product", "fold")]
 
-    def levels(self) -> dict[str, dict[str, float]]:
-        """Price of each guarantee, time against native's: the model's products in sum, every other operator alone.
-
-        L1, L2 and L3 are the same forward kernels; L4 adds the backward ones.
-        """
-        sums: dict[str, dict[int, list[float]]] = {level: {} for level in LEVELS.values()}
-        for shape, points in self.prices.items():
-            level = LEVELS.get(shape.partition(" ")[0])
-            for rows, pair in points.items() if level else ():
-                total = sums[str(level)].setdefault(rows, [0.0, 0.0])
-                total[0], total[1] = total[0] + pair[0], total[1] + pair[1]
-        return {
-            level: {str(rows): round(total[0] / total[1], 3) for rows, total in sorted(points.items())}
-            for level, points in sums.items()
-            if points
-        }
-
     def record(self) -> dict[str, Any]:
         return {
             "digest": self.table.digest,
@@ -109,7 +64,6 @@ class GpuQualification:
             "failed": [dataclasses.asdict(case) for case in self.failed],
             "refuted": [dataclasses.asdict(case) for case in self.refuted],
             "controls": [dataclasses.asdict(case) for case in self.cases if case.control],
-            "levels": self.levels(),
             "prices": {name: {str(rows): pair for rows, pair in p.items()} for name, p in self.prices.items()},
         }
 
@@ -153,8 +107,8 @@ def prove(
     """
     started, identity, inputs = time.perf_counter(), gemm_table.identity(), Inputs()
     wanted = shapes(config, tp_sizes)
-    with _pool() as pool:
-        parts, kernels = submit(pool, config), warm(pool, wanted, points)
+    with pool() as processes:
+        parts, kernels = submit(processes, config, PROVERS), warm(processes, wanted, points)
         cases, entries, prices, proven = list(controls(inputs)), {}, {}, {}
         concurrent.futures.wait(kernels)  # one that is not compiled by now is compiled where it is tried
         say(f"{time.perf_counter() - started:.0f} s: {len(kernels)} kernels of products compiled")
@@ -185,89 +139,6 @@ def prove(
     return found
 
 
-PROCESSES = 14  # each starts an interpreter and opens the device, some seconds of a core
-Part = tuple[str, str]  # module, function
-
-
-Found = tuple[list[Case], float]  # cases of a part, its seconds
-
-
-def submit(
-    pool: ProcessPoolExecutor, config: ModelConfig, provers: Sequence[str] = PROVERS
-) -> dict[Part, Future[Found]]:
-    """Starts every part of the provers."""
-    parts = [(module, name) for module in provers for name in importlib.import_module(module).PARTS]
-    return {part: pool.submit(prove_part, part, config) for part in parts}
-
-
-def prove_part(part: Part, config: ModelConfig) -> Found:
-    """The cases of one part; whatever keeps it from its end is one more, which fails and says why."""
-    found: list[Case] = []
-    started = time.perf_counter()
-    try:
-        for case in getattr(importlib.import_module(part[0]), part[1])(config, Inputs()):
-            found.append(case)
-    except Exception as error:
-        found.append(_broken(part, error))
-    return found, time.perf_counter() - started
-
-
-def collect(parts: dict[Part, Future[Found]], say: Callable[[str], None] = lambda line: None) -> list[Case]:
-    """All cases, in the order of the parts; a part whose process died is a case that fails."""
-    found: list[Case] = []
-    for part, future in parts.items():
-        try:
-            cases, seconds = future.result()
-        except concurrent.futures.BrokenExecutor as error:
-            cases, seconds = [_broken(part, error)], 0.0
-        failed = sum(not case.holds for case in cases)
-        say(f"{_name_of(part)}: {len(cases)} cases, {failed} failed, {seconds:.0f} s")
-        found += cases
-    return found
-
-
-def operators(
-    config: ModelConfig, provers: Sequence[str] = PROVERS, say: Callable[[str], None] = lambda line: None
-) -> list[Case]:
-    """The cases of some provers alone."""
-    with _pool() as pool:
-        return collect(submit(pool, config, provers), say)
-
-
-def _name_of(part: Part) -> str:
-    return f"{part[0].rpartition('.')[2].removeprefix('gpu_')} {part[1]}"
-
-
-def _broken(part: Part, error: Exception) -> Case:
-    reason = " ".join(str(error).split())[:160]
-    return Case("proof", "every", f"{_name_of(part)} broke off, {type(error).__name__}: {reason}", 1, 1)
-
-
-def _end_with_parent() -> None:
-    """A worker whose parent was killed would wait for its next task for ever, and hold the device's memory."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-@contextlib.contextmanager
-def _pool() -> Iterator[ProcessPoolExecutor]:
-    """Fresh interpreters, since a forked one cannot use the device; who is interrupted does not wait for them."""
-    processes = min(PROCESSES, os.cpu_count() or 1)
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
-    try:
-        yield pool
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
-    pool.shutdown()
-
-
 def kept(config: ModelConfig, tp_sizes: Sequence[int] = (1,)) -> dict[str, Any] | None:
     """The record of a fresh proof of these shapes on this device, driver, versions and sources; None without one."""
     try:
@@ -288,19 +159,16 @@ def keep(found: GpuQualification) -> None:
     """Puts a proof in force and keeps its record; one that failed puts itself in the place of every earlier one."""
     if not found.failed:
         gemm_table.keep(found.table)
-        record_path(found.table.digest).write_text(json.dumps(found.record(), indent=1))
+        write_record(found.record())
         return
     first = found.failed[0]
     reason = f"{first.operator}, {first.provider}: {first.what}; {len(found.failed)} in all"
     gemm_table.keep(Table(found.table.identity, {}, found.table.digest, failed=reason))
 
 
-def price(found: GpuQualification, config: ModelConfig, say: Callable[[str], None] = lambda line: None) -> None:
-    """Adds the times of the operators that are no product to a proof that was kept, and to its record."""
-    from rl_engine.qualify.gpu import prices
-
-    found.prices |= prices.operators(config, Inputs(), say)
-    record_path(found.table.digest).write_text(json.dumps(found.record(), indent=1))
+def write_record(record: dict[str, Any]) -> None:
+    """Keeps a proof's record beside the table."""
+    record_path(record["digest"]).write_text(json.dumps(record, indent=1))
 
 
 def record_path(digest: str) -> Path:
@@ -333,7 +201,7 @@ def controls(inputs: Inputs, rows: int = 16, columns: int = 16, depth: int = 128
     yield Case("controls", "control", "a preloaded accumulator", size, differing(out, start + chain), True)
 
 
-def warm(pool: ProcessPoolExecutor, wanted: Sequence[Shape], points: Sequence[int]) -> list[Future[None]]:
+def warm(processes: ProcessPoolExecutor, wanted: Sequence[Shape], points: Sequence[int]) -> list[Future[None]]:
     """Compiles the candidates in processes of their own: Triton's cache on the disk hands them over."""
     jobs: set[Job] = set()
     for shape in wanted:
@@ -344,7 +212,7 @@ def warm(pool: ProcessPoolExecutor, wanted: Sequence[Shape], points: Sequence[in
         for tile in {ANCHOR, *(tile for rows in points for tile in tiles(rows, shape.columns))}:
             tail = 0 if shape.depth % tile.depth == 0 else math.gcd(shape.depth, 16)
             jobs.add((shape.kind, tile, 2048 + tail, 512 + shape.columns % 16))
-    return [pool.submit(_compile, job) for job in sorted(jobs, key=str)]
+    return [processes.submit(_compile, job) for job in sorted(jobs, key=str)]
 
 
 Job = tuple[str, Tile, int, int]  # kind, tile, depth, columns

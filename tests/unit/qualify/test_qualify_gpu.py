@@ -22,7 +22,8 @@ from rl_engine.records.errors import UserError
 gemm_table = pytest.importorskip("rl_engine.ops.gemm_table")
 run = pytest.importorskip("rl_engine.qualify.gpu.run")
 
-from rl_engine.qualify.gpu.products import Case  # noqa: E402
+from rl_engine.qualify.gpu import parts, prices  # noqa: E402
+from rl_engine.qualify.gpu.cases import Case  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = parse_config(cli.DEMO_SHAPE)
@@ -30,6 +31,7 @@ CAUGHT = Case("controls", "control", "split-K", 256, 9, True)
 MISSED = Case("attention", "triton", "library's sum, 4 warps", 256, 0, True)
 WRONG = Case("rms_norm", "triton", "backward", 64, 3)
 REFUTED = Case("product", "cublaslt", "forward 8x16 1 rows, order", 8, 3)
+TIMES = {"attention": [("attention 9 and 3 heads of 64", 4096, 3.0, 2.4)], "logp": [("logp-first 8 x 9", 64, 1.0, 2.0)]}
 PRICES = {"forward 8x16": {1: (3.0, 2.0)}, "dx 16x8": {1: (1.0, 1.0)}, "fold 8x16": {64: (1.0, 4.0)}}
 
 
@@ -64,10 +66,11 @@ def proofs(machine: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> tuple[li
         asked.append(tp)
         return proof(config, tp, list(cases), f"{len(asked)}" * 64)
 
-    times = {"attention 9 and 3 heads of 64": {4096: (3.0, 2.4)}}
     monkeypatch.setattr(run, "prove", prove)
-    monkeypatch.setattr(run, "Inputs", lambda: None)
-    monkeypatch.setattr("rl_engine.qualify.gpu.prices.operators", lambda config, inputs, say: times)
+    monkeypatch.setattr(prices, "Inputs", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for family in prices.FAMILIES:
+        monkeypatch.setattr(prices, f"_{family}", lambda config, inputs, name=family: TIMES.get(name, ()))
     return cases, asked
 
 
@@ -157,6 +160,43 @@ def test_the_kept_record_is_printed_like_a_fresh_one(proofs: Any, capsys: pytest
     assert (record["digest"], record["refuted"]) == ("1" * 64, [dataclasses.asdict(REFUTED)])
 
 
+def test_prices_that_a_kept_proof_lacks_are_timed_at_the_next_start(
+    proofs: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A benchmark keeps the products' alone; what could not be timed is tried again, what was timed is not."""
+    asked: list[str] = []
+    memory = [False]
+
+    def decode(config: ModelConfig, inputs: object) -> Any:
+        asked.append("decode")
+        yield ("decode 9 and 3 heads of 64, 64 keys", 8, 1.0, 4.0)
+        if not memory[0]:
+            raise MemoryError("no memory")
+
+    def logp(config: ModelConfig, inputs: object) -> Any:
+        asked.append("logp")
+        yield from TIMES["logp"]
+
+    monkeypatch.setattr(prices, "_decode", decode)
+    monkeypatch.setattr(prices, "_logp", logp)
+    run.keep(proof(DEMO, (1,), [CAUGHT], "7" * 64))
+    assert cli.main([]) == 0
+    out, err = capsys.readouterr()
+    assert not proofs[1], "the proof itself is not made again"
+    assert "proven earlier" in err and "no price of: attention, decode, rows, logp" in err
+    assert "decode is not priced: MemoryError: no memory" in err
+    first = "L4 log-probabilities, forward too, a step's first micro-batch, time against native: 64 rows 0.5"
+    assert first in out and "L1-L3 products, time against native: 1 rows 1.5" in out
+    memory[0] = True
+    assert cli.main([]) == 0
+    out, err = capsys.readouterr()
+    assert "no price of: decode\n" in err and first in out
+    assert "L1-L3 decode attention, time against native: 8 rows 0.25" in out
+    assert cli.main([]) == 0
+    assert "no price of" not in capsys.readouterr().err
+    assert asked == ["decode", "logp", "decode"]
+
+
 def test_a_model_differs_where_its_kernels_do() -> None:
     names = {run.model(dataclasses.replace(DEMO, **change)) for change in (
         {}, {"head_dim": 128}, {"kv_heads": 9}, {"qk_norm": True}, {"hidden": 64}, {"vocabulary": 50000})}  # fmt: skip
@@ -177,7 +217,7 @@ def test_a_part_that_cannot_run_is_a_failed_case_that_names_itself(tmp_path: Pat
     found = {}
     for prover in ("rl_engine.qualify.gpu_logp", "dying_prover"):
         said: list[str] = []
-        (found[prover],) = run.operators(DEMO, (prover,), said.append)
+        (found[prover],) = parts.operators(DEMO, (prover,), said.append)
         assert len(said) == 1 and ": 1 cases, 1 failed, " in said[0]
     assert all(not case.holds for case in found.values())
     assert found["dying_prover"].what.startswith("dying_prover dies broke off, BrokenProcessPool: ")
@@ -195,8 +235,8 @@ def test_no_worker_outlives_a_killed_proof(tmp_path: Path) -> None:
     )
     (tmp_path / "main.py").write_text(
         "from rl_engine.models.config import parse_config\nfrom rl_engine.qualify import cli\n"
-        "from rl_engine.qualify.gpu import run\n"
-        "if __name__ == '__main__':\n    run.operators(parse_config(cli.DEMO_SHAPE), ('sleeping_prover',))\n"
+        "from rl_engine.qualify.gpu import parts\n"
+        "if __name__ == '__main__':\n    parts.operators(parse_config(cli.DEMO_SHAPE), ('sleeping_prover',))\n"
     )
     path = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     with subprocess.Popen([sys.executable, str(tmp_path / "main.py")], env=path) as proof:
