@@ -11,10 +11,11 @@ from pathlib import Path
 from rl_engine.checks.doctor_ask import ask, judged, passed
 from rl_engine.checks.finding import Finding
 from rl_engine.config.git import inspect
+from rl_engine.config.model_facts import read_model_facts
 from rl_engine.config.paths import PATH_NAMES, PLACEHOLDER
 from rl_engine.config.preflight import wants_demo_model
 from rl_engine.config.profile import Repository
-from rl_engine.config.resolve import ResolvedPlan, read_model_facts
+from rl_engine.config.resolve import ResolvedPlan
 from rl_engine.records.errors import UserError
 
 ASK_SECONDS = 60.0

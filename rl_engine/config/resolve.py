@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import math
 import os
 import re
@@ -14,6 +13,7 @@ from typing import cast
 
 from rl_engine.config import topology as rules
 from rl_engine.config.host import HostFacts
+from rl_engine.config.model_facts import pad_vocab, read_model_facts
 from rl_engine.config.options import (
     BY_NAME,
     OPERATORS,
@@ -37,7 +37,7 @@ from rl_engine.config.plan import (
     SamplingPlan,
     Topology,
 )
-from rl_engine.config.profile import MOST, LoadedProfile, choose_profile, profile_default
+from rl_engine.config.profile import LoadedProfile, choose_profile, profile_default
 from rl_engine.numerics.contract import Contract
 from rl_engine.records.errors import UserError
 
@@ -45,7 +45,6 @@ PLAN_SCHEMA = "rlkernel.plan.v1"
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 MAX_CAPTURE = 512  # largest batch size captured as a graph
 PROMPT_ROOM = 512  # tokens of a prompt that a derived micro-batch budget leaves room for
-PADDING = 128 * 8  # vocabulary padding, for every backend and width
 DEFAULT_RAY_ADDRESS = "http://127.0.0.1:8265"
 KEPT_OURS = (
     "sample",
@@ -458,46 +457,3 @@ class _Resolver:
         notes = (f"evidence {evidence}: {why}", f"model facts from {facts_source}")
         ordered = tuple(self.values[option.name] for option in OPTIONS if option.name in self.values)
         return ResolvedPlan(plan, (*ordered, *paths.values()), notes, self.loaded)
-
-
-def pad_vocab(size: int) -> int:
-    """The next multiple of 128 x 8."""
-    return (size + PADDING - 1) // PADDING * PADDING
-
-
-def read_model_facts(model_root: Path) -> ModelFacts:
-    """Facts from a Hugging Face ``config.json``.
-
-    Raises:
-        UserError: not JSON, or a field that is missing or not a positive whole number.
-    """
-    file = model_root / "config.json"
-    try:
-        body = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"{file} that cannot be read ({error})", "a Hugging Face config.json", "check --model-root"
-        ) from None
-
-    def number(name: str, otherwise: int | None = None) -> int:
-        value = body.get(name, otherwise) if isinstance(body, dict) else None
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
-            shown = repr(value)[:80] if not isinstance(value, int) or abs(value) < 10**50 else "a huge number"
-            raise UserError(f"{name} = {shown} in {file}", f"a whole number from 1 to {MOST}", "check --model-root")
-        return value
-
-    heads, hidden = number("num_attention_heads"), number("hidden_size")
-    vocab = number("vocab_size")
-    return ModelFacts(
-        num_layers=number("num_hidden_layers"),
-        hidden_size=hidden,
-        intermediate_size=number("intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=number("num_key_value_heads", heads),
-        head_dim=number("head_dim", max(1, hidden // heads))
-        if body.get("head_dim") is not None
-        else max(1, hidden // heads),
-        vocab_size=vocab,
-        padded_vocab_size=pad_vocab(vocab),
-        tied=body.get("tie_word_embeddings") is True,
-    )

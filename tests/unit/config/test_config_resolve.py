@@ -11,10 +11,10 @@ import pytest
 
 from rl_engine.config.codec import plan_digest, plan_from_json, plan_to_json
 from rl_engine.config.host import HostFacts, has_c_compiler
+from rl_engine.config.model_facts import pad_vocab
 from rl_engine.config.options import OPERATORS
 from rl_engine.config.paths import REPOSITORY
 from rl_engine.config.preflight import check_inputs, refuse_unbuilt, wants_demo_model
-from rl_engine.config.resolve import pad_vocab
 from rl_engine.records.errors import UserError
 
 DEMO = REPOSITORY / "configs/demo/cpu-smollm2.json"
