@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl_engine.ops.attention import run_rows
 from rl_engine.ops.layout import PackedLayout
 from tests.helpers.gpu import attention_fp64, differing, needs_gpu, on_gpu
 from tests.helpers.numeric import assert_bitwise, assert_close
@@ -81,6 +82,25 @@ def test_every_tile_has_the_anchors_bits(heads: tuple[int, int, int], lengths: t
             ("dq", "dk", "dv"), tested.backward_packed(dout, q, k, v, out, lse, layout), gradients, strict=True
         ):
             same(a, b, f"{choice} {name}")
+
+
+@pytest.mark.parametrize("heads", [(32, 8, 128), (12, 4, 64)], ids=str)
+def test_a_program_takes_many_tiles_of_unequal_length(heads: tuple[int, int, int]) -> None:
+    """More tiles than multiprocessors, long and short, whole samples and parts of them: what one tile leaves behind may
+    not reach the next."""
+    lengths = (1, 63, 64, 65, 127, 128, 129, 1000, 1025, 2100, 66)
+    layout = PackedLayout(lengths, (len(lengths),))
+    parts = ((3, 1, 60), (7, 100, 333), (7, 990, 10), (8, 960, 65), (9, 37, 1), (9, 1000, 700), (10, 0, 66))
+    q, k, v = qkv(layout.tokens, heads, 2.0)
+    out, lse = anchor().forward_packed(q, k, v, layout)
+    rows = run_rows(layout, parts).cuda()
+    for turn in range(10):
+        found, found_lse = provider().forward_packed(q, k, v, layout)
+        same(found, out, f"turn {turn}: output")
+        same(found_lse, lse, f"turn {turn}: LSE")
+        found, found_lse = provider().forward_runs(q[rows], k, v, layout, parts)
+        same(found, out[rows], f"turn {turn}, parts of samples: output")
+        same(found_lse, lse[rows], f"turn {turn}, parts of samples: LSE")
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)

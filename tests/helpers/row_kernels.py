@@ -66,9 +66,9 @@ def hopper() -> list[Kernel]:
         Kernel(
             *(f"{OPS}.attention.hopper_forward", "attention_hopper_kernel"),
             {**kinds("q_d k_d v_d", "tensordesc<bf16[64,128],{ROWS}>"), "out": "*bf16", "lse": "*fp32"}
-            | {"items": "*i32", "c": "fp32", **kinds("out_token out_head lse_head heads", "i32")},
-            {"GROUP": 4, "D": 128, "STAGES": 2, "WITH_LSE": True, "REGISTERS": 240},
-            unaligned=("heads",),
+            | {"items": "*i32", "c": "fp32", **kinds("out_token out_head lse_head heads total", "i32")},
+            {"GROUP": 4, "D": 128, "STAGES": 3, "WITH_LSE": True, "REGISTERS": 240},
+            unaligned=("heads", "total"),
             layouts={"ROWS": (64, 128)},
             targets=("cuda:90",),
             fma=True,

@@ -2,8 +2,9 @@
 
 One warp brings blocks of K and V into shared memory with the bulk copy engine; two groups of four warps take 64 queries
 each. A group issues the scores of the next block, then the product with V of this one, and computes the next block's p
-while that product runs. Only what is in flight differs: every row sees the same operations in the same order, so the
-bits are the anchor's.
+while that product runs. There is one program a multiprocessor: it takes tile after tile, and the next tile's Q and K
+come while the last one is divided and stored. Only what is in flight differs: every row sees the same operations in the
+same order, so the bits are the anchor's.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rl_engine.numerics.contract import Contract
+from rl_engine.ops.triton_gemm import multiprocessors
 
 BLOCK = gl.constexpr(Contract().kv_block)
 SPLIT_BLOCKS = gl.constexpr(Contract().kv_split // Contract().kv_block)
@@ -81,132 +83,162 @@ def merge_split(l_all, mu_all, o_all, l, mu, o, O_ROWS: gl.constexpr):
 
 @gluon.jit
 def compute(
-    part: gl.constexpr, q_s, k_s, v_s, full_q, full_k, empty_k, full_v, empty_v, out, lse, c,
-    first, position, count, head, out_token, out_head, lse_head,
+    part: gl.constexpr, q_s, k_s, v_s, full_q, empty_q, full_k, empty_k, full_v, empty_v, out, lse, c,
+    items, heads, total, out_token, out_head, lse_head,
     D: gl.constexpr, STAGES: gl.constexpr, WITH_LSE: gl.constexpr,
 ):  # fmt: skip
-    """64 of the program's 128 queries, by four warps."""
+    """64 of each tile's 128 queries, by four warps; the program's tiles one after the other."""
     S_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, S_MMA)
     COLS: gl.constexpr = gl.SliceLayout(0, S_MMA)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_MMA)
     V_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    last = position + count - 1
-    mine = position + 64 * part
-    blocks = gl.minimum((mine + 63) // BLOCK + 1, last // BLOCK + 1)
-    whole = gl.minimum((mine + 1) // BLOCK, blocks)
-    positions = mine + gl.arange(0, 64, layout=ROWS)
-    m = gl.full((64,), float("-inf"), gl.float32, layout=ROWS)
-    l = gl.zeros((64,), gl.float32, layout=ROWS)
-    mu, l_all, mu_all, l_done, mu_done = m, l, m, l, m
-    o = gl.zeros((64, D), gl.float32, layout=O_MMA)
-    o_all = o
     zero = gl.zeros((64, BLOCK), gl.float32, layout=S_MMA)
-    q = q_s.index(part)
-    mbarrier.wait(full_q.index(part), 0)
-    mbarrier.wait(full_k.index(0), 0)
-    s = warpgroup_mma(q, k_s.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(empty_k.index(0))
-    m, l, mu, p, alpha = softmax_step(s, m, l, mu, c, 0, positions, whole == 0, ROWS, COLS)
-    for block in range(0, blocks - 1):
+    step = 0
+    turn = 0  # the parity of the tile
+    for work in range(gl.program_id(0), total, gl.num_programs(0)):
+        head = work % heads
+        item = items + (work // heads) * 4
+        first, position, count = gl.load(item), gl.load(item + 1), gl.load(item + 2)
+        last = position + count - 1
+        every = last // BLOCK + 1
+        mine = position + 64 * part
+        blocks = gl.minimum((mine + 63) // BLOCK + 1, last // BLOCK + 1)
+        whole = gl.minimum((mine + 1) // BLOCK, blocks)
+        positions = mine + gl.arange(0, 64, layout=ROWS)
+        m = gl.full((64,), float("-inf"), gl.float32, layout=ROWS)
+        l = gl.zeros((64,), gl.float32, layout=ROWS)
+        mu, l_all, mu_all, l_done, mu_done = m, l, m, l, m
+        o = gl.zeros((64, D), gl.float32, layout=O_MMA)
+        o_all = o
+        q = q_s.index(part)
+        mbarrier.wait(full_q.index(part), turn)
+        mbarrier.wait(full_k.index(step % STAGES), step // STAGES & 1)
+        s = warpgroup_mma(q, k_s.index(step % STAGES).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(empty_k.index(step % STAGES))
+        if blocks == 1:
+            mbarrier.arrive(empty_q.index(part))
+        m, l, mu, p, alpha = softmax_step(s, m, l, mu, c, 0, positions, whole == 0, ROWS, COLS)
+        for block in range(0, blocks - 1):
+            if block % SPLIT_BLOCKS == 0 and block > 0:
+                l_all, mu_all, o_all = merge_split(l_all, mu_all, o_all, l_done, mu_done, o, O_ROWS)
+                o = gl.zeros((64, D), gl.float32, layout=O_MMA)
+            at_v, at_k = step + block, step + block + 1
+            slot, ahead = at_v % STAGES, at_k % STAGES
+            mbarrier.wait(full_k.index(ahead), at_k // STAGES & 1)
+            s = warpgroup_mma(q, k_s.index(ahead).permute((1, 0)), zero, use_acc=False, is_async=True)
+            o = o * gl.convert_layout(alpha, O_ROWS)[:, None]
+            p_op = gl.convert_layout(p, gl.DotOperandLayout(0, O_MMA, 2))
+            mbarrier.wait(full_v.index(slot), at_v // STAGES & 1)
+            o = warpgroup_mma(p_op, v_s.index(slot), o, is_async=True)
+            s = warpgroup_mma_wait(1, deps=[s])
+            mbarrier.arrive(empty_k.index(ahead))
+            if block == blocks - 2:
+                mbarrier.arrive(empty_q.index(part))
+            if (block + 1) % SPLIT_BLOCKS == 0:
+                l_done, mu_done = l, mu
+                m = gl.full((64,), float("-inf"), gl.float32, layout=ROWS)
+                l, mu = gl.zeros((64,), gl.float32, layout=ROWS), m
+            key = (block + 1) * BLOCK
+            m, l, mu, p, alpha = softmax_step(s, m, l, mu, c, key, positions, block + 1 >= whole, ROWS, COLS)
+            o, p_op = warpgroup_mma_wait(0, deps=[o, p_op])
+            mbarrier.arrive(empty_v.index(slot))
+        block = blocks - 1
         if block % SPLIT_BLOCKS == 0 and block > 0:
             l_all, mu_all, o_all = merge_split(l_all, mu_all, o_all, l_done, mu_done, o, O_ROWS)
             o = gl.zeros((64, D), gl.float32, layout=O_MMA)
-        slot, ahead = block % STAGES, (block + 1) % STAGES
-        mbarrier.wait(full_k.index(ahead), (block + 1) // STAGES & 1)
-        s = warpgroup_mma(q, k_s.index(ahead).permute((1, 0)), zero, use_acc=False, is_async=True)
+        at_v = step + block
+        mbarrier.wait(full_v.index(at_v % STAGES), at_v // STAGES & 1)
+        v = v_s.index(at_v % STAGES)
+        if block * BLOCK + 63 > last:  # values behind the sample's end are another's; both groups write the same zeros
+            held = v.load(V_ROWS)
+            n = block * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, V_ROWS))
+            v.store(gl.where((n <= last)[:, None], held, gl.zeros_like(held)))
+            fence_async_shared()
         o = o * gl.convert_layout(alpha, O_ROWS)[:, None]
         p_op = gl.convert_layout(p, gl.DotOperandLayout(0, O_MMA, 2))
-        mbarrier.wait(full_v.index(slot), block // STAGES & 1)
-        o = warpgroup_mma(p_op, v_s.index(slot), o, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s])
-        mbarrier.arrive(empty_k.index(ahead))
-        if (block + 1) % SPLIT_BLOCKS == 0:
-            l_done, mu_done = l, mu
-            m = gl.full((64,), float("-inf"), gl.float32, layout=ROWS)
-            l, mu = gl.zeros((64,), gl.float32, layout=ROWS), m
-        key = (block + 1) * BLOCK
-        m, l, mu, p, alpha = softmax_step(s, m, l, mu, c, key, positions, block + 1 >= whole, ROWS, COLS)
+        o = warpgroup_mma(p_op, v, o, is_async=True)
         o, p_op = warpgroup_mma_wait(0, deps=[o, p_op])
-        mbarrier.arrive(empty_v.index(slot))
-    block = blocks - 1
-    if block % SPLIT_BLOCKS == 0 and block > 0:
-        l_all, mu_all, o_all = merge_split(l_all, mu_all, o_all, l_done, mu_done, o, O_ROWS)
-        o = gl.zeros((64, D), gl.float32, layout=O_MMA)
-    mbarrier.wait(full_v.index(block % STAGES), block // STAGES & 1)
-    v = v_s.index(block % STAGES)
-    if block * BLOCK + 63 > last:  # values behind the sample's end are another's; both groups write the same zeros
-        held = v.load(V_ROWS)
-        n = block * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, V_ROWS))
-        v.store(gl.where((n <= last)[:, None], held, gl.zeros_like(held)))
-        fence_async_shared()
-    o = o * gl.convert_layout(alpha, O_ROWS)[:, None]
-    p_op = gl.convert_layout(p, gl.DotOperandLayout(0, O_MMA, 2))
-    o = warpgroup_mma(p_op, v, o, is_async=True)
-    o, p_op = warpgroup_mma_wait(0, deps=[o, p_op])
-    l_all, mu_all, o_all = merge_split(l_all, mu_all, o_all, l, mu, o, O_ROWS)
-    n = 64 * part + gl.arange(0, 64, layout=O_ROWS)
-    cols = gl.arange(0, D, layout=gl.SliceLayout(0, O_MMA))
-    total = gl.convert_layout(l_all, O_ROWS)[:, None] + gl.zeros_like(o_all)
-    at = (first + n).to(gl.int64)[:, None] * out_token + head * out_head + cols[None, :]
-    gl.store(out + at, gl.div_rn(o_all, total).to(gl.bfloat16), mask=(n < count)[:, None])
-    if WITH_LSE:
-        n = 64 * part + gl.arange(0, 64, layout=ROWS)
-        gl.store(lse + head.to(gl.int64) * lse_head + first + n, mu_all + gl.log2(l_all), mask=n < count)
+        mbarrier.arrive(empty_v.index(at_v % STAGES))
+        for late in range(step + blocks, step + every):  # the other group's blocks
+            mbarrier.wait(full_k.index(late % STAGES), late // STAGES & 1)
+            mbarrier.arrive(empty_k.index(late % STAGES))
+            mbarrier.wait(full_v.index(late % STAGES), late // STAGES & 1)
+            mbarrier.arrive(empty_v.index(late % STAGES))
+        l_all, mu_all, o_all = merge_split(l_all, mu_all, o_all, l, mu, o, O_ROWS)
+        n = 64 * part + gl.arange(0, 64, layout=O_ROWS)
+        cols = gl.arange(0, D, layout=gl.SliceLayout(0, O_MMA))
+        sums = gl.convert_layout(l_all, O_ROWS)[:, None] + gl.zeros_like(o_all)
+        at = (first + n).to(gl.int64)[:, None] * out_token + head * out_head + cols[None, :]
+        gl.store(out + at, gl.div_rn(o_all, sums).to(gl.bfloat16), mask=(n < count)[:, None])
+        if WITH_LSE:
+            n = 64 * part + gl.arange(0, 64, layout=ROWS)
+            gl.store(lse + head.to(gl.int64) * lse_head + first + n, mu_all + gl.log2(l_all), mask=n < count)
+        step += every
+        turn ^= 1
 
 
 @gluon.jit
 def compute_first(
-    q_s, k_s, v_s, full_q, full_k, empty_k, full_v, empty_v, out, lse, c,
-    first, position, count, head, out_token, out_head, lse_head,
+    q_s, k_s, v_s, full_q, empty_q, full_k, empty_k, full_v, empty_v, out, lse, c,
+    items, heads, total, out_token, out_head, lse_head,
     D: gl.constexpr, STAGES: gl.constexpr, WITH_LSE: gl.constexpr,
 ):  # fmt: skip
-    compute(0, q_s, k_s, v_s, full_q, full_k, empty_k, full_v, empty_v, out, lse, c,
-            first, position, count, head, out_token, out_head, lse_head, D, STAGES, WITH_LSE)  # fmt: skip
+    compute(0, q_s, k_s, v_s, full_q, empty_q, full_k, empty_k, full_v, empty_v, out, lse, c,
+            items, heads, total, out_token, out_head, lse_head, D, STAGES, WITH_LSE)  # fmt: skip
 
 
 @gluon.jit
 def compute_second(
-    q_s, k_s, v_s, full_q, full_k, empty_k, full_v, empty_v, out, lse, c,
-    first, position, count, head, out_token, out_head, lse_head,
+    q_s, k_s, v_s, full_q, empty_q, full_k, empty_k, full_v, empty_v, out, lse, c,
+    items, heads, total, out_token, out_head, lse_head,
     D: gl.constexpr, STAGES: gl.constexpr, WITH_LSE: gl.constexpr,
 ):  # fmt: skip
-    compute(1, q_s, k_s, v_s, full_q, full_k, empty_k, full_v, empty_v, out, lse, c,
-            first, position, count, head, out_token, out_head, lse_head, D, STAGES, WITH_LSE)  # fmt: skip
+    compute(1, q_s, k_s, v_s, full_q, empty_q, full_k, empty_k, full_v, empty_v, out, lse, c,
+            items, heads, total, out_token, out_head, lse_head, D, STAGES, WITH_LSE)  # fmt: skip
 
 
 @gluon.jit
 def bring(
-    q_d, k_d, v_d, q_s, k_s, v_s, full_q, full_k, empty_k, full_v, empty_v, first, start, blocks, q_column, k_column,
-    STAGES: gl.constexpr,
+    q_d, k_d, v_d, q_s, k_s, v_s, full_q, empty_q, full_k, empty_k, full_v, empty_v, items, heads, total,
+    GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copies Q, then K and V block by block, into slots that both groups have given back."""
-    for part in gl.static_range(2):
-        mbarrier.expect(full_q.index(part), q_d.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_d, [first + 64 * part, q_column], full_q.index(part), q_s.index(part))
-    for block in range(0, blocks):
-        slot, turn = block % STAGES, (block // STAGES & 1) ^ 1
-        mbarrier.wait(empty_k.index(slot), turn)
-        mbarrier.expect(full_k.index(slot), k_d.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_d, [start + block * BLOCK, k_column], full_k.index(slot), k_s.index(slot))
-        mbarrier.wait(empty_v.index(slot), turn)
-        mbarrier.expect(full_v.index(slot), v_d.block_type.nbytes)
-        tma.async_copy_global_to_shared(v_d, [start + block * BLOCK, k_column], full_v.index(slot), v_s.index(slot))
+    """Copies Q, then K and V block by block, of tile after tile, into slots that both groups have given back."""
+    step = 0
+    turn = 0  # the parity of the tile
+    for work in range(gl.program_id(0), total, gl.num_programs(0)):
+        head = work % heads
+        item = items + (work // heads) * 4
+        first, position, count, start = gl.load(item), gl.load(item + 1), gl.load(item + 2), gl.load(item + 3)
+        q_column, k_column = head * D, head // GROUP * D
+        for part in gl.static_range(2):
+            mbarrier.wait(empty_q.index(part), turn ^ 1)
+            mbarrier.expect(full_q.index(part), q_d.block_type.nbytes)
+            tma.async_copy_global_to_shared(q_d, [first + 64 * part, q_column], full_q.index(part), q_s.index(part))
+        for block in range(0, (position + count - 1) // BLOCK + 1):
+            slot, phase = step % STAGES, (step // STAGES & 1) ^ 1
+            mbarrier.wait(empty_k.index(slot), phase)
+            mbarrier.expect(full_k.index(slot), k_d.block_type.nbytes)
+            tma.async_copy_global_to_shared(k_d, [start + block * BLOCK, k_column], full_k.index(slot), k_s.index(slot))
+            mbarrier.wait(empty_v.index(slot), phase)
+            mbarrier.expect(full_v.index(slot), v_d.block_type.nbytes)
+            tma.async_copy_global_to_shared(v_d, [start + block * BLOCK, k_column], full_v.index(slot), v_s.index(slot))
+            step += 1
+        turn ^= 1
 
 
 @gluon.jit
 def attention_hopper_kernel(
-    q_d, k_d, v_d, out, lse, items, c, out_token, out_head, lse_head, heads,
+    q_d, k_d, v_d, out, lse, items, c, out_token, out_head, lse_head, heads, total,
     ROWS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, WITH_LSE: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """128 queries of one head. items int32 [tiles, 4]: first row of q, its position, count, the sample's first row.
-    ROWS: layout of 64 rows in shared memory."""
-    head = gl.program_id(0) % heads
-    item = items + (gl.program_id(0) // heads) * 4
-    first, position, count, start = gl.load(item), gl.load(item + 1), gl.load(item + 2), gl.load(item + 3)
+    """``total`` pieces of work, from the program's number on in steps of the grid: 128 queries of one head each.
+
+    items int32 [tiles, 4]: first row of q, its position, count, the sample's first row. ROWS: layout of 64 rows in
+    shared memory."""
     q_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, D], ROWS)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, D], ROWS)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, D], ROWS)
@@ -215,23 +247,24 @@ def attention_hopper_kernel(
     empty_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     full_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty_q = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(full_q.index(i), count=1)
+        mbarrier.init(empty_q.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full_k.index(i), count=1)
         mbarrier.init(full_v.index(i), count=1)
         mbarrier.init(empty_k.index(i), count=2)
         mbarrier.init(empty_v.index(i), count=2)
     fence_async_shared()
-    blocks = (position + count - 1) // BLOCK + 1
     gl.warp_specialize(
         [
-            (compute_first, (q_s, k_s, v_s, full_q, full_k, empty_k, full_v, empty_v, out, lse, c, first, position,
-                             count, head, out_token, out_head, lse_head, D, STAGES, WITH_LSE)),
-            (compute_second, (q_s, k_s, v_s, full_q, full_k, empty_k, full_v, empty_v, out, lse, c, first, position,
-                              count, head, out_token, out_head, lse_head, D, STAGES, WITH_LSE)),
-            (bring, (q_d, k_d, v_d, q_s, k_s, v_s, full_q, full_k, empty_k, full_v, empty_v, first, start, blocks,
-                     head * D, head // GROUP * D, STAGES)),
+            (compute_first, (q_s, k_s, v_s, full_q, empty_q, full_k, empty_k, full_v, empty_v, out, lse, c, items,
+                             heads, total, out_token, out_head, lse_head, D, STAGES, WITH_LSE)),
+            (compute_second, (q_s, k_s, v_s, full_q, empty_q, full_k, empty_k, full_v, empty_v, out, lse, c, items,
+                              heads, total, out_token, out_head, lse_head, D, STAGES, WITH_LSE)),
+            (bring, (q_d, k_d, v_d, q_s, k_s, v_s, full_q, empty_q, full_k, empty_k, full_v, empty_v, items, heads,
+                     total, GROUP, D, STAGES)),
         ],
         [4, 1],
         [REGISTERS, 24],
@@ -267,9 +300,10 @@ def forward(
     if not items.shape[0]:
         return
     layout = shared_rows(width)
-    attention_hopper_kernel[(heads * items.shape[0],)](
+    total = heads * items.shape[0]
+    attention_hopper_kernel[(min(total, multiprocessors(q.device.index)),)](
         *(*(descriptor(x, layout) for x in (q, k, v)), out, out if lse is None else lse, items, c),
-        *(out.stride(0), out.stride(1), 0 if lse is None else lse.stride(1), heads),
+        *(out.stride(0), out.stride(1), 0 if lse is None else lse.stride(1), heads, total),
         ROWS=layout,
         GROUP=heads // k.shape[1],
         D=width,

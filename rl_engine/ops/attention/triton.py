@@ -86,7 +86,6 @@ _D128 = Tiles(
 TILES = {32: dataclasses.replace(_D64, hopper=0), 64: _D64, 128: _D128}
 _ONE, _TWO = Tile(16, 64, 1, 1), Tile(16, 16, 1, 1)
 ANCHOR = dict.fromkeys(TILES, Tiles(_ONE, _ONE, _ONE, _ONE, _TWO, _TWO))
-LONG = 8192  # tokens from which two blocks in flight were the fastest on Hopper
 
 
 @functools.cache
@@ -366,8 +365,7 @@ class TritonAttention(AttentionProvider):
         lse = by_head(q.shape[0], q.shape[1], q.device)
         if tiles.hopper and _is_hopper(q.device) and hopper_forward.fits(q, k, v):
             items = query_tiles(layout, runs, hopper_forward.QUERIES, False, q.device)
-            ahead = 2 if max(layout.lengths) > LONG else tiles.hopper
-            hopper_forward.forward(q, k, v, items, out, lse, scales(q.shape[2])[0], ahead)
+            hopper_forward.forward(q, k, v, items, out, lse, scales(q.shape[2])[0], tiles.hopper)
             return out, lse
         items = query_tiles(layout, runs, tiles.forward.queries, False, q.device)
         forward_tiles(q, k, v, items, items, 0, out, lse, tiles.forward)
