@@ -162,14 +162,14 @@ def _run(plan: Plan, cell: MatrixCell, reference: str, arguments: list[str]) -> 
     Raises:
         KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; the child has ended.
     """
-    child = start([sys.executable, "-m", "rl_engine.entrypoints.repro", *arguments])
-    try:
-        with interruptible():
+    with interruptible():
+        child = start([sys.executable, "-m", "rl_engine.entrypoints.repro", *arguments])
+        try:
             code = child.wait()
-    except KeyboardInterrupt:
-        child.send_signal(signal.SIGINT)
-        child.wait()
-        raise
+        except KeyboardInterrupt:
+            child.send_signal(signal.SIGINT)
+            child.wait()
+            raise
     if code == 130:
         raise KeyboardInterrupt
     if code not in (0, 1):

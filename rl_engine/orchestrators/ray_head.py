@@ -183,22 +183,32 @@ def ray_head(threads: int, model_bytes: int, announce: Callable[[Path], None]) -
 def _connect(ray: Any, folder: Path, store_bytes: int) -> None:
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(
-            address="local",
-            num_cpus=1,  # our actors ask for none, and every CPU would start an idle worker
-            num_gpus=0,
-            include_dashboard=False,
-            object_store_memory=store_bytes,
-            log_to_driver=False,
-            logging_level="error",
-            _temp_dir=str(folder),
-        )
-    except SystemExit:  # Ray's own handler of SIGTERM, which it sets before it starts anything
+        try:
+            ray.init(
+                address="local",
+                num_cpus=1,  # our actors ask for none, and every CPU would start an idle worker
+                num_gpus=0,
+                include_dashboard=False,
+                object_store_memory=store_bytes,
+                log_to_driver=False,
+                logging_level="error",
+                _temp_dir=str(folder),
+            )
+        finally:
+            _hear_again(handler)
+    except SystemExit:  # from Ray's own handler of SIGTERM, which it sets before it starts anything
+        _hear_again(handler)
+        if callable(handler):
+            handler(signal.SIGTERM, None)
         raise KeyboardInterrupt from None
     except Exception as error:
         raise HeadFailed(f"Ray did not start: {' '.join(str(error).split())[:300]}") from error
-    finally:
-        signal.signal(signal.SIGTERM, handler)
+
+
+def _hear_again(handler: Any) -> None:
+    """Takes SIGTERM back from Ray, also from its C++ side, which has set an alarm to abort if it heard one already."""
+    signal.signal(signal.SIGTERM, handler)
+    signal.alarm(0)
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from rl_engine.config.plan import Plan
 from rl_engine.orchestrators.actors import BaselineWorker
 from rl_engine.orchestrators.display import Display
-from rl_engine.orchestrators.interrupts import interruptible
+from rl_engine.orchestrators.interrupts import hear, interruptible
 from rl_engine.orchestrators.local import LocalRun, RunFailed
 from rl_engine.orchestrators.memory import MemoryWatch
 from rl_engine.orchestrators.ray_head import HeadFailed, ray_head
@@ -46,10 +46,16 @@ def run(plans: list[Plan], *, json_output: bool, earlier: Sequence[RunReader | N
     display = Display()
     runs = [LocalRun(plan, display, old) for plan, old in zip(plans, earlier or [None] * len(plans), strict=True)]
     word = supervise(lambda why: _lost(runs, why, json_output))
+    with interruptible():  # to the last word: an impatient second signal must not keep it back
+        return _said(runs, display, word, json_output)
+
+
+def _said(runs: list[LocalRun], display: Display, word: Word, json_output: bool) -> int:
+    """The runs, and how they ended: in the display, on stdout, and to the waiting process."""
     status, code = "failed", 3
     try:
-        with interruptible():
-            code = _run_all(runs, display, word)
+        hear()
+        code = _run_all(runs, display, word)
         status = "failed" if code else "succeeded"
     except (RunFailed, HeadFailed) as error:
         display.say(f"rlk-repro: run failed: {error}{_remains(runs)}")

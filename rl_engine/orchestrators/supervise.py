@@ -1,8 +1,8 @@
 """A run in a process of its own: whatever ends that process, its run says so and nothing of it lives on.
 
 When Ray's head dies, Ray ends the process that uses it at once and without a word; so do the kernel's memory killer
-and a `kill -9`. The process that the user started therefore only waits: it passes signals on, and speaks up when the
-run's own process could not.
+and a `kill -9`. The process that the user started therefore only waits: it passes signals on, each as ``RELAYED``, and
+speaks up when the run's own process could not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pathlib import Path
 
 import psutil
 
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from rl_engine.orchestrators.interrupts import ENDING, RELAYED
+
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SI_USER = 0
 EXIT_SECONDS = 20.0
@@ -49,6 +50,8 @@ class Word:
 def supervise(lost: Callable[[str], None]) -> Word:
     """Returns in a new process, which is to do the run; the calling one waits for it and never returns.
 
+    In the new process the signals that end a run are blocked, since nobody there could say anything yet.
+
     Args:
         lost: called in the waiting process, with the reason in words, when the run ended without a word and its
             processes and folders are gone.
@@ -60,12 +63,15 @@ def supervise(lost: Callable[[str], None]) -> Word:
     sys.stderr.flush()
     reading, writing = os.pipe()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
+    parent, held = os.getpid(), {*ENDING, RELAYED}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*held, signal.SIGCHLD})
     child = os.fork()
     if not child:
         _prctl(_PR_SET_CHILD_SUBREAPER, 0)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        _prctl(_PR_SET_PDEATHSIG, RELAYED)
+        if os.getppid() != parent:  # it died before it could be told
+            os.kill(os.getpid(), RELAYED)
+        signal.pthread_sigmask(signal.SIG_SETMASK, held | set(mask))
         os.close(reading)
         return Word(writing)
     os.close(writing)
@@ -80,13 +86,14 @@ def supervise(lost: Callable[[str], None]) -> Word:
 
 
 def _wait(child: int, reading: int) -> tuple[list[str], int]:
-    """(lines that the child said, its wait status); signals are passed on meanwhile."""
+    """(lines that the child said, its wait status); signals that are not ignored here are passed on meanwhile."""
     text, deadline = b"", float("inf")
     while True:
-        found = signal.sigtimedwait({*_PASSED_ON, signal.SIGCHLD}, 1.0)
+        found = signal.sigtimedwait({*ENDING, signal.SIGCHLD}, 1.0)
         # A terminal's own signal has reached every process of its group already.
-        if found is not None and found.si_signo in _PASSED_ON and found.si_code <= _SI_USER:
-            os.kill(child, found.si_signo)
+        ending = found is not None and found.si_signo in ENDING and found.si_code <= _SI_USER
+        if ending and signal.getsignal(found.si_signo) is not signal.SIG_IGN:
+            os.kill(child, RELAYED)
         done, status = os.waitpid(child, os.WNOHANG)
         # What the run started may hold the pipe's other end: only what is there is read.
         while select.select([reading], [], [], 0)[0] and (block := os.read(reading, 65536)):
