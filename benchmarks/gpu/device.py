@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_engine.ops import driver
+from rl_engine.ops import device
 from rl_engine.qualify.gpu.timing import Run, copies, microseconds
 
 __all__ = ["Device", "OutOfTime", "Run", "copies"]
@@ -54,7 +54,7 @@ class Device:
             "name": properties.name,
             "multiprocessors": properties.multi_processor_count,
             "capability": list(torch.cuda.get_device_capability(0)),
-            "driver": driver.version(),
+            "driver": device.driver(),
             "cuda": torch.version.cuda,
             "torch": torch.__version__,
             "triton": triton.__version__,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_engine.ops import cublaslt, driver, triton_gemm
+from rl_engine.ops import cublaslt, device, triton_gemm
 from rl_engine.ops.library import cache_folder
 from rl_engine.ops.triton_gemm import Tile
 
@@ -184,7 +184,7 @@ def identity() -> dict[str, str]:
     import triton
 
     try:
-        version = driver.version()
+        version = device.driver()
     except OSError as error:
         raise NotQualified(f"the driver's version is unknown: {error}") from error
 

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_engine.ops.device import multiprocessors
+
 FUSION = {"enable_fp_fusion": False}
 
 
@@ -229,11 +231,6 @@ def copyable(x: Tensor) -> bool:
     outer, inner = x.stride()
     wide = outer if inner == 1 else inner
     return x.data_ptr() % 16 == 0 and wide % 8 == 0 and 1 in (outer, inner)
-
-
-@functools.cache
-def multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, tile: Tile, residual: Tensor | None = None) -> None:

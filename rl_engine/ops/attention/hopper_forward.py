@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rl_engine.numerics.contract import Contract
-from rl_engine.ops.triton_gemm import multiprocessors
+from rl_engine.ops.device import multiprocessors
 
 BLOCK = gl.constexpr(Contract().kv_block)
 SPLIT_BLOCKS = gl.constexpr(Contract().kv_split // Contract().kv_block)

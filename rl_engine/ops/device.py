@@ -1,12 +1,20 @@
-"""The GPU's kernel driver."""
+"""What the operators ask of a GPU."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
+
+import torch
 
 
-def version() -> str:
-    """The driver's version, as the management library says it.
+@functools.cache
+def multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def driver() -> str:
+    """The kernel driver's version, as the management library says it.
 
     Raises:
         OSError: there is no such library, or it does not answer.
