@@ -21,9 +21,9 @@ class SnapshotMismatch(RuntimeError):
 
 
 def export_snapshot(weights: ModelWeights, version: int) -> WeightSnapshot:
-    """This rank's bf16 rows by HF name; views, nothing is copied."""
+    """This rank's bf16 rows by HF name: views, or copies where the weights lie on a GPU."""
     tensors = {
-        name: TensorRows(first, rows.detach().view(torch.int16).numpy().view(np.uint16))
+        name: TensorRows(first, rows.detach().view(torch.int16).cpu().numpy().view(np.uint16))
         for name, (first, rows) in weights.export_rows().items()
     }
     return WeightSnapshot(version, tensors, own_digests(weights))

@@ -13,6 +13,7 @@ from torch import Tensor
 from rl_engine.models.config import ModelConfig, read_config
 from rl_engine.models.sharding import Sharding
 from rl_engine.models.weights import ModelWeights, WeightMismatch
+from rl_engine.ops.weight import CPU
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -39,8 +40,10 @@ def _files(folder: Path) -> dict[str, Path]:
     return {name: folder / file for name, file in names.items()}
 
 
-def load_weights(folder: Path, config: ModelConfig | None = None, sharding: Sharding | None = None) -> ModelWeights:
-    """The checkpoint's weights in bf16; with ``sharding`` only that rank's rows are read.
+def load_weights(
+    folder: Path, config: ModelConfig | None = None, sharding: Sharding | None = None, device: torch.device = CPU
+) -> ModelWeights:
+    """The checkpoint's weights in bf16 on ``device``; with ``sharding`` only that rank's rows are read.
 
     Raises:
         WeightMismatch: a tensor is missing or of another shape, or a file is damaged.
@@ -62,7 +65,7 @@ def load_weights(folder: Path, config: ModelConfig | None = None, sharding: Shar
                 raise WeightMismatch(f"{name} has shape {tuple(rows.get_shape())}, expected {shapes[name]}")
             return rows[first:last]
 
-        return ModelWeights(config, read, sharding)
+        return ModelWeights(config, read, sharding, device)
     except (SafetensorError, OSError) as error:
         raise WeightMismatch(f"{folder}: {error}") from error
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from rl_engine.models.config import ModelConfig
 from rl_engine.models.placement import OneRank
 from rl_engine.models.sharded import Sharded
+from rl_engine.models.sharding import LayoutRefused
 from rl_engine.models.weights import ModelWeights
 from rl_engine.ops import Operators
 from rl_engine.ops.layout import PackedLayout
@@ -99,11 +100,17 @@ class Decoder:
     """Hidden states of tokens; what attention sees is the caller's (packed samples, or a KV cache).
 
     Args:
-        weights: the model's weights, or one TP rank's rows of them.
+        weights: the model's weights, or one TP rank's rows of them; where they lie is where everything is computed.
         operators: providers to compute with.
         positions: longest sample that will be seen (rows of the rotary table).
         mesh: the ranks that compute together; one by default.
         local_sums: under CP, gradients are summed per rank and folded once a step (see ``Sharded.fold_gradients``).
+
+    Ids, positions and layouts may be made on a CPU; they are sent to the weights' device.
+
+    Raises:
+        WrongDevice: a provider does not compute where the weights lie.
+        LayoutRefused: several ranks on a GPU.
     """
 
     def __init__(
@@ -117,11 +124,15 @@ class Decoder:
         self.config: ModelConfig = weights.config
         self.weights = weights
         self.ops = operators
+        self.device = weights.device
+        operators.check_device(self.device)
         alone = mesh is None or mesh.size == 1
+        if not alone and self.device.type != "cpu":
+            raise LayoutRefused(f"several ranks with weights on {self.device}: they exchange through a CPU's memory")
         self.place = (
             OneRank(operators, weights.sharding) if alone else Sharded(operators, weights.sharding, mesh, local_sums)
         )
-        self.table = RopeTable.build(self.config.inverse_frequencies(), positions)
+        self.table = RopeTable.build(self.config.inverse_frequencies(), positions).to(self.device)
         self.layers = [_layer_weights(weights, i, self.config.qk_norm) for i in range(self.config.layers)]
 
     @property
@@ -141,6 +152,7 @@ class Decoder:
 
         ``layout`` is needed where gradients are; ``recompute`` keeps only each layer's input for the backward pass.
         """
+        ids, positions = ids.to(self.device), positions.to(self.device)
         stream = self.place.embedding(ids, self.weights.embedding, layout)
         for index in range(self.config.layers):
             if recompute and torch.is_grad_enabled():

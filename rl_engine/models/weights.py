@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_engine.models.config import ModelConfig
 from rl_engine.models.sharding import Sharding, merged_names
-from rl_engine.ops.weight import Part, Weight
+from rl_engine.ops.weight import CPU, Part, Weight
 from rl_engine.parallel import Group
 
 Read = Callable[[str, int, int], Tensor]  # (HF name, first row, last row + 1) -> tensor of any float dtype
@@ -27,10 +27,13 @@ class ModelWeights:
         config: the model's shape.
         read: gives rows of an HF tensor (any float dtype; rounded to bf16). A tied head is never read.
         sharding: which rows this rank holds; all of them by default.
+        device: where they lie, and so where a decoder computes.
     """
 
-    def __init__(self, config: ModelConfig, read: Read, sharding: Sharding | None = None) -> None:
-        self.config = config
+    def __init__(
+        self, config: ModelConfig, read: Read, sharding: Sharding | None = None, device: torch.device = CPU
+    ) -> None:
+        self.config, self.device = config, device
         self.sharding = sharding or Sharding(config)
         self._shapes = config.tensor_shapes()
         self._weights: dict[str, Weight] = {}
@@ -49,7 +52,7 @@ class ModelWeights:
             expected = (part.rows, *self._shapes[part.name][1:])
             if tuple(tensor.shape) != expected:
                 raise WeightMismatch(f"{part.name} has rows of shape {tuple(tensor.shape)}, expected {expected}")
-            tensors.append(tensor.to(torch.bfloat16))
+            tensors.append(tensor.to(self.device, torch.bfloat16))
         return torch.cat(tensors) if len(tensors) > 1 else tensors[0].clone()
 
     def __getitem__(self, name: str) -> Weight:
@@ -101,7 +104,7 @@ class ModelWeights:
             start, values = rows[name]
             return values.detach()[first - start : last - start].clone()
 
-        return ModelWeights(self.config, read, self.sharding)
+        return ModelWeights(self.config, read, self.sharding, self.device)
 
     def refresh_input_shards(self, tp: Group) -> None:
         """Exchanges rows for input columns: every linear gets its second copy, all rows of this rank's input slice.
@@ -142,10 +145,12 @@ def random_tensor(config: ModelConfig, name: str, seed: int) -> Tensor:
     return values * scale * shape[1] ** -0.5
 
 
-def random_weights(config: ModelConfig, seed: int, sharding: Sharding | None = None) -> ModelWeights:
-    """Normal weights whose logits have a usual spread; the same values under any sharding."""
+def random_weights(
+    config: ModelConfig, seed: int, sharding: Sharding | None = None, device: torch.device = CPU
+) -> ModelWeights:
+    """Normal weights whose logits have a usual spread; the same values under any sharding, on any device."""
 
     def read(name: str, first: int, last: int) -> Tensor:
         return random_tensor(config, name, seed)[first:last]
 
-    return ModelWeights(config, read, sharding)
+    return ModelWeights(config, read, sharding, device)

@@ -16,7 +16,7 @@ from rl_engine.ops.adamw import AdamScalars
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.rope import RopeTable
 from rl_engine.ops.sample import DrawKey
-from rl_engine.ops.weight import Weight
+from rl_engine.ops.weight import CPU, Weight
 
 # operator -> provider name -> (module, class)
 REGISTRY: dict[str, dict[str, tuple[str, str]]] = {
@@ -98,12 +98,17 @@ REGISTRY: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 GPU = ("triton", "cublaslt")  # providers that need Triton and a GPU
+ANYWHERE = ("stock",)  # torch's own, on whatever device torch has; all others compute on a CPU
 REGISTRY["qk_norm"] = REGISTRY["rms_norm"]
 OPERATORS = tuple(sorted(REGISTRY))
 
 
 class UnknownProvider(ValueError):
     """An operator or provider that does not exist; the message names those that do."""
+
+
+class WrongDevice(ValueError):
+    """A provider that cannot compute where the weights lie."""
 
 
 def provider(operator: str, name: str) -> Any:
@@ -154,6 +159,16 @@ class Operators:
         self.names = dict(providers)
         self._providers = {name: provider(name, providers[name]) for name in OPERATORS}
         self._calls: collections.Counter[tuple[str, str, int]] = collections.Counter()
+
+    def check_device(self, device: torch.device) -> None:
+        """
+        Raises:
+            WrongDevice: a provider computes on another kind of device.
+        """
+        for operator, name in sorted(self.names.items()):
+            if name not in ANYWHERE and (name in GPU) != (device.type == "cuda"):
+                where = "a GPU" if name in GPU else "a CPU"
+                raise WrongDevice(f"provider {name} of {operator} computes on {where}, the weights lie on {device}")
 
     def count(self, operator: str, x: Tensor) -> None:
         """Counts one call of ``operator`` on the rows of ``x``."""
@@ -213,9 +228,11 @@ class Operators:
     def attention_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: Any, layer: int, batch: Any) -> Tensor:
         return self._use("attention", q).cached(q, k, v, cache, layer, batch)
 
-    def new_cache(self, layers: int, kv_heads: int, width: int, pages: int, page: int) -> Any:
-        """A KV cache of the attention provider's own kind."""
-        return self._providers["attention"].new_cache(layers, kv_heads, width, pages, page)
+    def new_cache(
+        self, layers: int, kv_heads: int, width: int, pages: int, page: int, device: torch.device = CPU
+    ) -> Any:
+        """A KV cache of the attention provider's own kind on ``device``."""
+        return self._providers["attention"].new_cache(layers, kv_heads, width, pages, page, device)
 
     def swiglu(self, x: Tensor) -> Tensor:
         return self._use("swiglu", x)(x)

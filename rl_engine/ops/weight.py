@@ -8,6 +8,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:

@@ -290,7 +290,7 @@ class _Prover:
     def _decode(tested: Any, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
         """Chunked prefill, then the last tokens one by one, over pages of 16."""
         pages = sum(-(-length // 16) for length in layout.lengths)
-        cache = tested.new_cache(1, k.shape[1], k.shape[2], pages, 16)
+        cache = tested.new_cache(1, k.shape[1], k.shape[2], pages, 16, k.device)
         outs = []
         for first, last in zip(layout.offsets[:-1].tolist(), layout.offsets[1:].tolist(), strict=True):
             handle, start = cache.join(), 0

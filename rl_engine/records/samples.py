@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import safetensors
-import safetensors.numpy
 
 from rl_engine.records.codec import RecordError, canonical_json, decode, encode, parse_json
 from rl_engine.records.types import RetainedSets, SampleBatch, SampleRecord
@@ -41,13 +39,15 @@ def encode_samples(step: int, batch: SampleBatch) -> tuple[bytes, bytes]:
     Raises:
         RecordError: shapes, dtypes or offsets that do not fit together (see :func:`check_batch`).
     """
+    from safetensors.numpy import save  # here: engines run where it is not installed
+
     check_batch(batch, f"step {step}")
     arrays: Arrays = {name: np.ascontiguousarray(getattr(batch, name)) for name in _DTYPES}
     arrays["step"] = np.array([step], dtype=np.int64)
     if batch.retained is not None:
         arrays.update(_encode_retained(batch.retained))
     lines = [canonical_json({"step": step, **encode(sample)}) + "\n" for sample in batch.samples]
-    return safetensors.numpy.save(arrays), "".join(lines).encode()
+    return save(arrays), "".join(lines).encode()
 
 
 def decode_samples(step: int, tensors: bytes, lines: bytes, where: str) -> SampleBatch:
@@ -80,9 +80,12 @@ def decode_samples(step: int, tensors: bytes, lines: bytes, where: str) -> Sampl
 
 def load_tensors(data: bytes, where: str) -> Arrays:
     """Parse safetensors bytes into numpy arrays; a malformed file or an unknown dtype is a RecordError."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
     try:
-        return safetensors.numpy.load(data)
-    except (safetensors.SafetensorError, KeyError, ValueError, TypeError, OverflowError, MemoryError) as error:
+        return load(data)
+    except (SafetensorError, KeyError, ValueError, TypeError, OverflowError, MemoryError) as error:
         raise RecordError(f"{where}: {str(error)[:200]}", "a safetensors file") from error
 
 

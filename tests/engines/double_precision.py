@@ -65,9 +65,7 @@ class Model:
 
     def logprobs(self, sample: Sample, temperature: float) -> Tensor:
         """[R] of the response, over the retained columns alone."""
-        prompt, response = (
-            torch.from_numpy(t.astype(np.int64)) for t in (sample.prompt_tokens, sample.response_tokens)
-        )
+        prompt, response = (torch.tensor(t.astype(np.int64)) for t in (sample.prompt_tokens, sample.response_tokens))
         z = self.logits(torch.cat([prompt, response]))[len(prompt) - 1 : -1] / temperature
         if sample.retained is not None:
             exists = torch.zeros(z.shape, dtype=torch.bool)
@@ -135,5 +133,5 @@ def update(
     for name, leaf in model.leaves.items():
         assert leaf.grad is not None
         gradients[name] = leaf.grad
-    everything = torch.cat(logps).numpy()
-    return Truth(float(loss.detach()), gradients, everything, tokens.detach().numpy(), clipped, kls / len(tokens))
+    everything = torch.cat(logps).cpu().numpy()
+    return Truth(float(loss.detach()), gradients, everything, tokens.detach().cpu().numpy(), clipped, kls / len(tokens))

@@ -174,7 +174,7 @@ def test_values_are_close_to_the_reference() -> None:
 def cached(tested: Any, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], page: int, chunk: int) -> Tensor:
     """All samples together through the cache: chunks of ``chunk`` tokens, the last five tokens one by one."""
     pages = 3 + sum(-(-n // page) for n in lengths)
-    cache = tested.new_cache(1, k.shape[1], k.shape[2], pages, page)
+    cache = tested.new_cache(1, k.shape[1], k.shape[2], pages, page, k.device)
     handles, starts = [cache.join() for _ in lengths], [0] * len(lengths)
     offsets = [0]
     for n in lengths:

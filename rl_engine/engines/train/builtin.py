@@ -115,7 +115,7 @@ class TrainEngine:
                 logp, _ = self._logprobs(decoder, batch, recompute=False)
                 logp = decoder.place.gather_rows(batch.layout, batch.rows, logp)
                 for index, values in zip(batch.indices, logp.split(batch.counts), strict=True):
-                    results[index] = values.numpy().copy()
+                    results[index] = values.cpu().numpy().copy()
                 if progress is not None:
                     progress(number + 1, len(batches))
         return [results[index] for index in range(len(samples))]
@@ -218,9 +218,10 @@ class TrainEngine:
 
     def _logprobs(self, decoder: Decoder, batch: MicroBatch, recompute: bool) -> tuple[Tensor, Tensor]:
         hidden = decoder.hidden_packed(batch.ids, batch.layout, recompute)
+        mask = None if batch.mask is None else batch.mask.to(hidden.device)
         return decoder.place.score(
-            *(hidden, decoder.weights.head, batch.targets, self.settings.temperature),
-            *(batch.mask, batch.layout, batch.rows),
+            *(hidden, decoder.weights.head, batch.targets.to(hidden.device), self.settings.temperature),
+            *(mask, batch.layout, batch.rows.to(hidden.device)),
         )
 
     def _backward(
@@ -235,8 +236,8 @@ class TrainEngine:
         place = self.decoder.place
         logp, entropy = self._logprobs(self.decoder, batch, self.settings.recompute)
         # Every CP rank sees all tokens' logprobs, so losses and metrics are the same sums on each.
-        values = place.gather_rows(batch.layout, batch.rows, logp.detach()).numpy()
-        entropies = place.gather_rows(batch.layout, batch.rows, entropy.detach()).numpy()
+        values = place.gather_rows(batch.layout, batch.rows, logp.detach()).cpu().numpy()
+        entropies = place.gather_rows(batch.layout, batch.rows, entropy.detach()).cpu().numpy()
         old_values = np.concatenate([old[index] for index in batch.indices])
         tokens = token_loss(
             values.astype(np.float64),
@@ -248,7 +249,7 @@ class TrainEngine:
             self.settings.kl_coef,
         )
         coefficient = torch.from_numpy(tokens.coefficient.astype(np.float32))
-        logp.backward(coefficient[place.own_rows(batch.layout, batch.rows)])
+        logp.backward(coefficient[place.own_rows(batch.layout, batch.rows)].to(logp.device))
         for weight in self.weights:
             if weight.value.grad is not None:  # a stock operator's gradient, bf16, one micro-batch
                 assert weight.grad is not None
@@ -259,7 +260,8 @@ class TrainEngine:
     def _update(self) -> tuple[float, int]:
         """(gradient norm before clipping, bf16 weights that changed)."""
         settings = self.settings
-        bins, sharding = torch.zeros(256, 2, dtype=torch.int64), self.weights.sharding
+        bins = torch.zeros(256, 2, dtype=torch.int64, device=self.weights.device)
+        sharding = self.weights.sharding
         for weight in self.weights:
             assert weight.grad is not None
             # A weight that every TP rank holds counts once.
@@ -267,17 +269,17 @@ class TrainEngine:
                 bins += self.ops.norm_bins(weight.grad)
         norm = norm_from_bins(torch.stack(self.mesh.world.all_gather(bins, purpose="gradient norm")).sum(0))
         clip = clip_factor(norm, settings.clip_grad)
-        changed = 0
+        changed = torch.zeros(1, dtype=torch.int64, device=self.weights.device)
         with torch.no_grad():
             for weight in self.weights:
                 changed += self._update_weight(weight, clip)
             self.weights.refresh_input_shards(self.mesh.tp)
-        counts = self.mesh.world.all_gather(torch.tensor([changed]), purpose="gradient norm")
+        counts = self.mesh.world.all_gather(changed, purpose="gradient norm")
         self.version += 1
         return norm, int(torch.stack(counts).sum())
 
-    def _update_weight(self, weight: Weight, clip: float) -> int:
-        """Updates this rank's rows, then shares them with the CP group; how many of them changed in bf16."""
+    def _update_weight(self, weight: Weight, clip: float) -> Tensor:
+        """Updates this rank's rows, then shares them with the CP group; how many of them changed in bf16, int64 []."""
         settings, state = self.settings, self.state[weight.name]
         decay = settings.weight_decay if len(weight.shape) == 2 else 0.0
         scalars = AdamScalars.at(self.version + 1, settings.lr, settings.beta1, settings.beta2, settings.eps, decay)
@@ -286,10 +288,10 @@ class TrainEngine:
         own = weight.value[first:last]
         before = own.clone()
         self.ops.adamw(state.master, state.m, state.v, weight.grad, own, clip, scalars)
-        changed = int((before.view(torch.int16) != own.view(torch.int16)).sum())
+        changed = (before.view(torch.int16) != own.view(torch.int16)).sum()
         self._share_rows(weight)
         counts_here = self.mesh.tp.index == 0 or not self.weights.sharding.is_replicated(weight.name)
-        return changed if counts_here else 0
+        return changed if counts_here else torch.zeros_like(changed)
 
     def _share_rows(self, weight: Weight) -> None:
         """Every CP rank's own bf16 rows to the whole CP group."""

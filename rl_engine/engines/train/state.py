@@ -89,7 +89,7 @@ def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> 
     with open(path, "xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            file.write(memoryview(tensor.numpy()).cast("B"))
+            file.write(memoryview(tensor.cpu().numpy()).cast("B"))
 
 
 @contextlib.contextmanager

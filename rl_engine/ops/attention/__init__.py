@@ -61,7 +61,10 @@ class AttentionProvider:
         """Stores k, v into the cache, then attends every query of the batch to all of its sample so far."""
         raise AssertionError("a provider defines cached")
 
-    def new_cache(self, layers: int, kv_heads: int, width: int, pages: int, page: int) -> PagedCache:
+    def new_cache(
+        self, layers: int, kv_heads: int, width: int, pages: int, page: int, device: torch.device
+    ) -> PagedCache:
+        assert device.type == "cpu", device
         return PagedCache(layers, kv_heads, width, pages, page)
 
     def forward_packed(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:

@@ -37,9 +37,10 @@ class DenseBatch:
 class DenseCache:
     """Keys and values [R, kv_heads, L, D] per layer, one row per sample, kept dense as samples leave."""
 
-    def __init__(self, layers: int, kv_heads: int, width: int) -> None:
-        self.k = [torch.zeros(0, kv_heads, 0, width, dtype=torch.bfloat16) for _ in range(layers)]
-        self.v = [torch.zeros(0, kv_heads, 0, width, dtype=torch.bfloat16) for _ in range(layers)]
+    def __init__(self, layers: int, kv_heads: int, width: int, device: torch.device) -> None:
+        empty = torch.zeros(0, kv_heads, 0, width, dtype=torch.bfloat16, device=device)
+        self.k, self.v = ([empty] * layers for _ in range(2))
+        self.device = device
         self.handles: list[int] = []
         self._rows: dict[int, int] = {}
         self._next = 0
@@ -92,14 +93,18 @@ class DenseCache:
             offsets = [0]
             for count in counts:
                 offsets.append(offsets[-1] + count)
-            places = torch.tensor([offsets[i] for i in single], dtype=torch.int64)
-        ends = torch.tensor([starts[i] for i in single], dtype=torch.int64)
+            places = self._indices([offsets[i] for i in single])
+        ends = self._indices([starts[i] for i in single])
         mask = None
         if single:
-            exists = torch.arange(int(ends.max()) + 1)[None] <= ends[:, None]
-            mask = torch.zeros(exists.shape, dtype=torch.bfloat16).masked_fill(~exists, -torch.inf)[:, None, None]
-        single_rows = torch.tensor([rows[i] for i in single], dtype=torch.int64)
+            exists = torch.arange(max(starts[i] for i in single) + 1, device=self.device)[None] <= ends[:, None]
+            nothing = torch.zeros(exists.shape, dtype=torch.bfloat16, device=self.device)
+            mask = nothing.masked_fill(~exists, -torch.inf)[:, None, None]
+        single_rows = self._indices([rows[i] for i in single])
         return DenseBatch(rows, starts, counts, positions, places, single_rows, ends, mask)
+
+    def _indices(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -116,14 +121,16 @@ class StockAttention:
             outs.append(out[0].transpose(0, 1))
         return torch.cat(outs)
 
-    def new_cache(self, layers: int, kv_heads: int, width: int, pages: int, page: int) -> DenseCache:
-        return DenseCache(layers, kv_heads, width)
+    def new_cache(
+        self, layers: int, kv_heads: int, width: int, pages: int, page: int, device: torch.device
+    ) -> DenseCache:
+        return DenseCache(layers, kv_heads, width, device)
 
     def cached(self, q: Tensor, k: Tensor, v: Tensor, cache: DenseCache, layer: int, batch: DenseBatch) -> Tensor:
         keys, values = cache.k[layer], cache.v[layer]
         if batch.single is None:
             return self._single(q, k, v, keys, values, batch)
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if batch.mask is not None:
             places = batch.single
             out[places] = self._single(q[places], k[places], v[places], keys, values, batch)
@@ -138,7 +145,8 @@ class StockAttention:
             seen = (x[row : row + 1, :, : start + count] for x in (keys, values))
             mask = None
             if start:
-                mask = torch.arange(start + count)[None] <= torch.arange(start, start + count)[:, None]
+                places = torch.arange(start + count, device=q.device)
+                mask = places[None] <= places[start:, None]
             attended = functional.scaled_dot_product_attention(
                 _heads_first(q[part]), *seen, attn_mask=mask, is_causal=start == 0, enable_gqa=True
             )

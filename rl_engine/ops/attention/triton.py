@@ -371,8 +371,10 @@ class TritonAttention(AttentionProvider):
         forward_tiles(q, k, v, items, items, 0, out, lse, tiles.forward)
         return out, lse
 
-    def new_cache(self, layers: int, kv_heads: int, width: int, pages: int, page: int) -> PagedCache:
-        return TritonCache(layers, kv_heads, width, pages, page, torch.device("cuda", torch.cuda.current_device()))
+    def new_cache(
+        self, layers: int, kv_heads: int, width: int, pages: int, page: int, device: torch.device
+    ) -> PagedCache:
+        return TritonCache(layers, kv_heads, width, pages, page, device)
 
     def cached(self, q: Tensor, k: Tensor, v: Tensor, cache: PagedCache, layer: int, batch: PagedBatch) -> Tensor:
         keys, values = cache.k[layer], cache.v[layer]

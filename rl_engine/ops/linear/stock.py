@@ -15,10 +15,11 @@ ROWS = 8  # rows that the library is told to expect when it chooses a layout
 def prepack(weight: Weight, *, drop_value: bool = False) -> None:
     """A copy of the weight in the layout that oneDNN multiplies by; without it every call of ``F.linear`` makes one.
 
-    The kernel and its bits stay oneDNN's. Does nothing where torch has no oneDNN for bf16. With ``drop_value`` the copy
-    replaces the weight.
+    The kernel and its bits stay oneDNN's. Does nothing where torch has no oneDNN for bf16, and on a GPU. With
+    ``drop_value`` the copy replaces the weight.
     """
-    if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    here = weight.value.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    if here and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         weight.packed = torch.ops.mkldnn._reorder_linear_weight(weight.value.detach(), ROWS)
         if drop_value:
             weight.value = weight.value.new_empty(0)

@@ -31,9 +31,13 @@ class RopeTable:
         angles = torch.arange(positions, dtype=torch.float64)[:, None] * inverse_frequencies[None]
         return RopeTable(angles.cos().float().contiguous(), angles.sin().float().contiguous())
 
+    def to(self, device: torch.device) -> RopeTable:
+        """The same bytes on ``device``."""
+        return RopeTable(self.cosine.to(device), self.sine.to(device))
+
     def digest(self) -> str:
         """SHA-256 (hex) over both tables' bytes."""
-        data = self.cosine.numpy().tobytes() + self.sine.numpy().tobytes()
+        data = self.cosine.cpu().numpy().tobytes() + self.sine.cpu().numpy().tobytes()
         return hashlib.sha256(data).hexdigest()
 
 

@@ -12,7 +12,7 @@ from rl_engine.ops.selected_logp.vocabulary import TILE, group_columns
 
 def unpack_mask(mask: Tensor, first: int, last: int) -> Tensor:
     """bool [T, last - first] of packed bits uint8 [T, ceil(V / 8)]."""
-    columns = torch.arange(first, last)
+    columns = torch.arange(first, last, device=mask.device)
     return ((mask[:, columns // 8].long() >> (columns % 8)) & 1).bool()
 
 

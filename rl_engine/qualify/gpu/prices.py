@@ -169,7 +169,8 @@ def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) ->
 def _decode(config: ModelConfig, inputs: Inputs) -> Iterator[Row]:
     ours, width = provider("attention", uniform("gpu")["attention"]), config.head_dim
     for samples, length in CACHED:
-        cache = ours.new_cache(1, config.kv_heads, width, samples * (length // PAGE), PAGE)
+        shape = (1, config.kv_heads, width, samples * (length // PAGE), PAGE)
+        cache = ours.new_cache(*shape, inputs.random.device)
         for pages in (cache.k[0], cache.v[0]):
             pages.normal_(generator=inputs.random)
         handles = [cache.join() for _ in range(samples)]

@@ -99,7 +99,8 @@ class RolloutEngine:
     def _new_memory(self) -> Memory:
         config, settings = self.weights.config, self.settings
         heads = self.decoder.cache_heads
-        cache = self.ops.new_cache(config.layers, heads, config.head_dim, settings.pages or 0, settings.page)
+        shape = (config.layers, heads, config.head_dim, settings.pages or 0, settings.page)
+        cache = self.ops.new_cache(*shape, self.weights.device)
         if isinstance(cache, DenseCache):
             return DenseMemory(cache)
         return PagedMemory(cache, settings.pages is None, settings.share_prefixes)
@@ -348,7 +349,7 @@ class RolloutEngine:
         raw = drawn.logprobs
         if any(s.job.raw for s in ready) and (sampling.temperature != 1.0 or drawn.mask is not None):
             raw = self.decoder.raw_logprobs(hidden, drawn.tokens)
-        bits = None if drawn.mask is None else drawn.mask.numpy()
+        bits = None if drawn.mask is None else drawn.mask.cpu().numpy()
         values = zip(ready, drawn.tokens.tolist(), drawn.logprobs.tolist(), raw.tolist(), strict=True)
         for row, (sequence, token, logprob, raw_logprob) in enumerate(values):
             sequence.tokens.append(token)

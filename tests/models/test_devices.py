@@ -1,0 +1,59 @@
+"""Where weights lie is where a decoder computes: what cannot compute there is refused before anything runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rl_engine.models.decoder import Decoder
+from rl_engine.models.sharding import LayoutRefused, Sharding
+from rl_engine.models.weights import random_weights
+from rl_engine.ops import Operators, uniform
+from rl_engine.ops.operators import WrongDevice
+from rl_engine.parallel import Group, Mesh
+from tests.helpers.models import llama
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+SMALL = {"layers": 1, "hidden": 64, "intermediate": 96, "heads": 2, "kv_heads": 2, "head_dim": 32, "vocabulary": 300}
+
+
+@pytest.mark.parametrize(("name", "device"), [("cpu", GPU), ("reference", GPU), ("torch", GPU), ("triton", CPU)])
+def test_a_provider_of_another_device_is_refused(name: str, device: torch.device) -> None:
+    if name == "triton":
+        pytest.importorskip("triton")
+    ops = Operators(uniform(name))
+    with pytest.raises(WrongDevice, match=rf"provider {name} of adamw computes on a .PU, the weights lie on {device}"):
+        ops.check_device(device)
+    ops.check_device(GPU if device == CPU else CPU)
+
+
+def test_torchs_own_operators_compute_anywhere() -> None:
+    """Their optimizer and sampler are another provider's, and are judged."""
+    ops = Operators(uniform("stock"))
+    ops.check_device(CPU)
+    with pytest.raises(WrongDevice, match="provider cpu of adamw"):
+        ops.check_device(GPU)
+
+
+def test_the_decoder_asks() -> None:
+    weights = random_weights(llama(**SMALL), 0)
+    weights.device = GPU
+    with pytest.raises(WrongDevice, match="the weights lie on cuda:0"):
+        Decoder(weights, Operators(uniform("cpu")), 16)
+
+
+def test_several_ranks_on_a_gpu_are_refused() -> None:
+    config = llama(**SMALL)
+    weights = random_weights(config, 0, Sharding(config, 2, 0))
+    weights.device = GPU
+    ops = Operators(uniform("stock"))
+    ops.names.update(dict.fromkeys(("adamw", "grad_norm", "sample"), "stock"))
+    pair, alone = Group((0, 1), 0), Group((0,), 0)
+    with pytest.raises(LayoutRefused, match="several ranks with weights on cuda:0"):
+        Decoder(weights, ops, 16, Mesh(pair, alone, pair))
+
+
+def test_weights_say_where_they_lie() -> None:
+    weights = random_weights(llama(**SMALL), 0)
+    assert weights.device == weights.clone().device == CPU
+    assert {weight.value.device for weight in weights} == {CPU}
