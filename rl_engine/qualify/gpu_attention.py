@@ -127,13 +127,14 @@ def decode_forms(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
     if not (hopper_forward.available(q.device) and hopper_paged.fits(batch.q, batch.keys, batch.values, 1)):
         return
     for name, form in hopper_paged.FORMS.items():
-        found, found_lse = batch.decoded(form)
-        yield _case(f"decode over pages, {name}", found, out[batch.rows])
-        yield _case(f"decode's LSE, fp32, {name}", found_lse, lse[batch.rows])
+        for settled in (False, True):
+            what = f"{name}, old keys early" if settled else name
+            found, found_lse = batch.decoded(form, settled)
+            yield _case(f"decode over pages, {what}", found, out[batch.rows])
+            yield _case(f"decode's LSE, fp32, {what}", found_lse, lse[batch.rows])
     right = batch.states(hopper_paged.SPLITS)[1]
     yield _case("l, fp32, half the columns", batch.states(hopper_paged.HALVES)[1], right)
-    weights = replaced(hopper_decode.weights, block_sums=neighbour_sums)
-    wrong = replaced(hopper_decode.attention_units_kernel, weights=weights)
+    wrong = other_row_sums()
     yield _case("row sum of neighbours", batch.states(hopper_paged.SPLITS, wrong)[1], right, control=True)
 
 
@@ -244,18 +245,23 @@ class LastTokens:
     def keys_in_all(self) -> int:
         return int((self.items[:, 1] + self.items[:, 2]).sum())
 
-    def decoded(self, form: hopper_paged.Form | None) -> tuple[Tensor, Tensor]:
-        """(output, LSE) by one form, or by the one that is chosen."""
+    def decoded(self, form: hopper_paged.Form | None, settled: bool = False) -> tuple[Tensor, Tensor]:
+        """(output, LSE) by one form, or by the one that is chosen; ``settled``: old keys may be fetched early."""
         out, lse = torch.full_like(self.q, torch.nan), by_head(*self.q.shape[:2], self.q.device).fill_(torch.nan)
         places = (self.q, self.keys, self.values, self.items, self.tables, self.queries, self.splits)
-        decode_pages(*places, self.keys_in_all, out, lse, TILES[self.q.shape[2]], form)
+        if settled:
+            torch.cuda.synchronize()
+        tiles = TILES[self.q.shape[2]]
+        decode_pages(*places, self.keys_in_all, out, lse, tiles, form, settled=settled)
         return out, lse
 
-    def states(self, form: hopper_paged.Form, *kernel: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def states(
+        self, form: hopper_paged.Form, kernel: Any = hopper_decode.attention_units_kernel
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """o, l, mu in fp32 of every split that has a key; room for one more split, so that they are written."""
         places = (self.q, self.keys, self.values, self.items, self.tables, self.queries, self.splits + 1)
-        width = self.q.shape[2]
-        found = hopper_paged.launch_states(*places, torch.empty_like(self.q), None, scales(width)[0], form, *kernel)
+        results = (torch.empty_like(self.q), None, scales(self.q.shape[2])[0])
+        found = hopper_paged.launch_states(*places, *results, form, kernel=kernel)
         assert found is not None
         exists = torch.zeros(found[1].shape, dtype=torch.bool, device=self.q.device)
         for first, position, count, _ in self.items.tolist():
@@ -331,6 +337,13 @@ def neighbour_sums(p):
     for axis in gl.static_range(6):
         x = gl.reduce(x, 7 - axis, hopper_decode.add)
     return x
+
+
+def other_row_sums() -> Any:
+    """The decode kernel with :func:`neighbour_sums`."""
+    weights = replaced(hopper_decode.weights, block_sums=neighbour_sums)
+    compute = replaced(hopper_decode.compute, weights=weights)
+    return replaced(hopper_decode.attention_units_kernel, compute=compute)
 
 
 def split_sums(kernel: Any, q: Tensor, k: Tensor, v: Tensor, warps: int) -> Tensor:

@@ -4,6 +4,7 @@ and the wrong orders that must be caught."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -244,7 +245,7 @@ RAGGED = [
 ]
 
 
-FORMS = ("chosen", "splits", "whole", "alone", "halves", "three in flight", "whole halves", "eight warps")
+FORMS = ("chosen", "splits", "whole", "alone", "halves", "whole halves", "three in flight", "one in flight")
 
 
 def decode_form(name: str) -> Any:
@@ -252,8 +253,8 @@ def decode_form(name: str) -> Any:
     from rl_engine.ops.attention import hopper_paged
 
     form = hopper_paged.Form
-    others = {"chosen": None, "three in flight": form(False, 128, 1, 3), "whole halves": form(True, 64, 1, 8)}
-    return (hopper_paged.FORMS | others | {"eight warps": form(False, 128, 2, 5, 8)})[name]
+    others = {"chosen": None, "three in flight": form(False, 128, 3), "one in flight": form(True, 64, 1)}
+    return (hopper_paged.FORMS | others)[name]
 
 
 def hopper() -> None:
@@ -265,7 +266,7 @@ def hopper() -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_of_decode_has_the_anchors_bits(name: str) -> None:
-    """Ragged samples at once; slots without a key hold NaN."""
+    """Ragged samples at once, old keys fetched late or early; slots without a key hold NaN."""
     from rl_engine.qualify.gpu_attention import last_tokens
 
     hopper()
@@ -274,32 +275,30 @@ def test_every_form_of_decode_has_the_anchors_bits(name: str) -> None:
         q, k, v = qkv(layout.tokens, heads, 2.0)
         out, lse = anchor().forward_packed(q, k, v, layout)
         batch = last_tokens(q, k, v, layout, page, queries)
-        found, found_lse = batch.decoded(decode_form(name))
-        same(found, out[batch.rows], f"{heads}, {lengths} output")
-        same(found_lse, lse[batch.rows], f"{heads}, {lengths} LSE")
+        for settled in (False, True):
+            found, found_lse = batch.decoded(decode_form(name), settled)
+            same(found, out[batch.rows], f"{heads}, {lengths} output, {settled}")
+            same(found_lse, lse[batch.rows], f"{heads}, {lengths} LSE, {settled}")
 
 
 def test_every_split_of_every_form_has_the_same_state_and_another_row_sum_is_caught() -> None:
-    from rl_engine.ops.attention import hopper_decode
-    from rl_engine.qualify.gpu_attention import last_tokens, neighbour_sums, replaced
+    from rl_engine.qualify.gpu_attention import last_tokens, other_row_sums
 
     hopper()
     layout = PackedLayout((3000, 1100), (2,))
     batch = last_tokens(*qkv(layout.tokens, (8, 2, 128), 2.0), layout, 64, 1)
     right = batch.states(decode_form("splits"))
-    for form in ("halves", "three in flight", "eight warps"):
+    for form in ("halves", "three in flight"):
         for name, a, b in zip(("o", "l", "mu"), batch.states(decode_form(form)), right, strict=True):
             same(a, b, f"{form}: {name}")
-    wrong = replaced(hopper_decode.weights, block_sums=neighbour_sums)
-    kernel = replaced(hopper_decode.attention_units_kernel, weights=wrong)
-    wrong_l = batch.states(decode_form("splits"), kernel)[1]
+    wrong_l = batch.states(decode_form("splits"), other_row_sums())[1]
     assert differing(wrong_l, right[1]) > 5, "the plain pair tree"
 
 
 @pytest.mark.parametrize("length", [700, 1024, 2048])
 def test_a_decode_that_starts_early_sees_what_the_kernels_before_it_wrote(length: int) -> None:
     """A graph of (positions, new key and value, decode) over several caches without a pause, its inputs changed between
-    replays, against launches one by one."""
+    replays, against launches one by one. Also with old keys fetched early: the kernel ahead writes new ones only."""
     from rl_engine.ops.attention.triton import TILES, decode, decode_pages, store
     from rl_engine.qualify.gpu.timing import captured
 
@@ -316,13 +315,16 @@ def test_a_decode_that_starts_early_sees_what_the_kernels_before_it_wrote(length
         out = torch.empty(samples, heads, width, dtype=torch.bfloat16, device="cuda")
         sets.append((keys, values, table, new, wanted, items, slots, out))
     q = torch.randn(samples, heads, width, device="cuda").bfloat16() * 2
-    for name, form in [(name, decode_form(name)) for name in FORMS[:5]]:
+    every_key = samples * length
+    for name, settled in itertools.product(FORMS[:6], (False, True)):
+        chosen = decode_form(name)
 
-        def run(which: int, form: Any = form) -> None:
+        def run(which: int, form: Any = chosen, settled: bool = settled) -> None:
             keys, values, table, new, wanted, items, slots, out = sets[which]
             items.copy_(wanted)
             store(new[0], new[1], slots, keys, values)
-            decode_pages(q, keys, values, items, table, 1, splits, samples * length, out, None, TILES[width], form)
+            places, tiles = (q, keys, values, items, table, 1, splits), TILES[width]
+            decode_pages(*places, every_key, out, None, tiles, form, settled=settled)
 
         replay = captured([lambda which=which, run=run: run(which) for which in range(len(sets))])
         for turn in range(10):
@@ -338,7 +340,7 @@ def test_a_decode_that_starts_early_sees_what_the_kernels_before_it_wrote(length
             for keys, values, table, _new, wanted, _items, _slots, out in sets:
                 expected = torch.full_like(out, torch.nan)
                 decode(q, keys, values, wanted, table, 1, splits, expected, None, TILES[width].decode)
-                same(out, expected, f"{name}, turn {turn}")
+                same(out, expected, f"{name}, {settled}, turn {turn}")
 
 
 def test_calls_that_the_hopper_forms_do_not_take() -> None:
@@ -354,6 +356,8 @@ def test_calls_that_the_hopper_forms_do_not_take() -> None:
     assert not fits(empty(3, 8, 32), empty(4, 2, 64, 32), empty(4, 2, 64, 32), 1), "head_dim 32"
     odd = empty(4 * 2 * 64 * 128 + 1)[1:].view(4, 2, 64, 128)
     assert not fits(empty(3, 8, 128), odd, odd, 1), "not aligned"
+    apart = empty(4, 2, 128, 128)[:, :, :64]
+    assert not fits(empty(3, 8, 128), apart, apart, 1), "pages apart"
 
 
 def test_order_revealing_values() -> None:

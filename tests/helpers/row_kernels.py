@@ -50,15 +50,19 @@ def attention() -> list[Kernel]:
         )
         for early in (False, True)
     ]
-    store = Kernel(
-        *(f"{OPS}.attention.triton_decode", "kv_store_kernel"),
-        kinds("k v k_pages v_pages", "*bf16")
-        | {"slots": "*i64", **kinds("tokens k_token k_head v_token v_head", "i32")}
-        | kinds("kp_page kp_head kp_slot vp_page vp_head vp_slot page", "i32"),
-        {"R": 16, "D": 128},
-        unaligned=("tokens",),
-    )
-    return [*forward, *decode, *merge, store]
+    store = [
+        Kernel(
+            *(f"{OPS}.attention.triton_decode", "kv_store_kernel"),
+            kinds("k v k_pages v_pages", "*bf16")
+            | {"slots": "*i64", **kinds("tokens k_token k_head v_token v_head", "i32")}
+            | kinds("kp_page kp_head kp_slot vp_page vp_head vp_slot page", "i32"),
+            {"R": 16, "D": 128, "EARLY": early},
+            unaligned=("tokens",),
+            targets=("cuda:90",) if early else tuple(TARGETS),
+        )
+        for early in (False, True)
+    ]
+    return [*forward, *decode, *merge, *store]
 
 
 def hopper() -> list[Kernel]:
@@ -114,23 +118,26 @@ def paged() -> list[Kernel]:
         return []
     from rl_engine.ops.attention.hopper_paged import scores_layout
 
-    tensors = kinds("q k v out", "*bf16") | {"c": "fp32"} | kinds("lse part_o part_l part_mu", "*fp32")
-    tensors |= kinds("items tables", "*i32") | kinds("table_width heads splits table_rows", "i32")
-    strides = kinds("q_token q_head k_slot k_head k_page v_slot v_head v_page out_token out_head lse_head", "i32")
+    pages = {"k_d": "tensordesc<bf16[64,{width}],{{ROWS}}>", "v_d": "tensordesc<bf16[64,{columns}],{{VALUES}}>"}
+    rest = kinds("q out", "*bf16") | {"c": "fp32"} | kinds("lse part_o part_l part_mu", "*fp32")
+    rest |= kinds("items tables", "*i32") | kinds("q_token q_head out_token out_head lse_head", "i32")
+    rest |= kinds("table_width heads splits kv_heads", "i32")
     return [
         Kernel(
-            *(f"{OPS}.attention.hopper_decode", "attention_units_kernel", {**tensors, **strides}),
+            *(f"{OPS}.attention.hopper_decode", "attention_units_kernel"),
+            {name: kind.format(width=width, columns=columns) for name, kind in pages.items()} | rest,
             {"GROUP": 4, "D": width, "DV": columns, "R": rows, "PAGE": page, "ALL": whole, "DIRECT": whole}
-            | {"WITH_LSE": whole, "STEP": step, "RING": ring, "WARPS": 4, "SCORES": scores_layout(rows, 4)},
-            *(4, 1, ("table_width", "heads", "splits", "table_rows")),
+            | {"WITH_LSE": whole, "RING": ring, "SETTLED": settled, "SCORES": scores_layout(rows, 4)},
+            *(4, 1, ("table_width", "heads", "splits", "kv_heads")),
+            layouts={"ROWS": (64, width), "VALUES": (64, columns), "QUERIES": (8, width), "WEIGHTS": (8, 64)},
             targets=("cuda:90",),
             fma=True,
         )
-        for width, columns, rows, page, whole, step, ring in (
-            (128, 128, 4, 64, False, 1, 4),
-            (128, 128, 4, 64, True, 2, 5),
-            (128, 64, 8, 256, False, 2, 5),
-            (64, 64, 8, 64, True, 1, 8),
+        for width, columns, rows, page, whole, ring, settled in (
+            (128, 128, 4, 64, False, 4, True),
+            (128, 64, 4, 64, True, 11, False),
+            (128, 128, 8, 256, True, 8, False),
+            (64, 64, 8, 64, True, 4, True),
         )
     ]
 

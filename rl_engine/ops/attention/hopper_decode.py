@@ -1,11 +1,14 @@
 """Paged decode for Hopper, in Gluon: the scores of a whole split first, then all its weights, then the chain over V.
 
 Only o is a chain: the scores of different blocks do not see each other, and once the running maximum after every block
-is known, so are p and the row sums of all blocks. A program does the three one after another, for one split or for all
-splits of a sample, with blocks of K and V, also those of the next split, on their way all the time. ``hopper_paged``
+is known, so are p and the row sums of all blocks. Four warps do the three one after another, for one split or for all
+splits of a sample. Another warp brings block after block, of K and then of V, into a ring with the bulk copy engine; a
+block waits for nothing but room, so memory is read all the time, also while weights are computed. ``hopper_paged``
 chooses.
 
-A program may start before the kernel ahead of it in the stream ends; it waits before it reads or writes anything.
+A program may start before the kernel ahead of it in the stream ends. Where the caller says that old keys are settled,
+it fetches them at once, as many as the ring holds, and waits before it reads anything that kernel may write: the
+queries, and blocks with a new key. Otherwise it waits first.
 
 Matrix products have keys, or columns of V, as rows and the few queries as columns; products commute, and the order of
 every sum is the anchor's.
@@ -17,12 +20,19 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rl_engine.ops.attention.hopper_forward import BLOCK, SPLIT_BLOCKS, add
 
 QUERY_ROWS = gl.constexpr(8)
+WARPS = gl.constexpr(4)  # that compute
 
 
 @gluon.jit
@@ -31,19 +41,7 @@ def larger(a, b):
 
 
 @gluon.jit
-def bring(slot, base, page, key, last, slot_stride, page_stride, PAGE: gl.constexpr, WARPS: gl.constexpr):
-    """Starts the copy of 64 rows from ``base`` (at its head and column) into ``slot``; +0 behind ``last``."""
-    WIDTH: gl.constexpr = slot.shape[1]
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [WARPS, 1], [1, 0])
-    n = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, COPY))
-    columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, COPY))
-    at = base + page.to(gl.int64) * page_stride + key % PAGE * slot_stride
-    inside = (key + n <= last)[:, None] & (columns >= 0)[None, :]
-    async_copy.async_copy_global_to_shared(slot, at + (n[:, None] * slot_stride + columns[None, :]), mask=inside)
-
-
-@gluon.jit
-def load_rows(q, first, count, kv_head, q_token, q_head, GROUP: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr):
+def load_rows(q, first, count, kv_head, q_token, q_head, GROUP: gl.constexpr, D: gl.constexpr):
     """bf16 [8, D]: the queries of one KV head, +0 behind ``count``."""
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
     r = gl.arange(0, QUERY_ROWS, layout=gl.SliceLayout(1, LOADED))
@@ -66,8 +64,7 @@ def block_sums(p):
 
 
 @gluon.jit
-def weights(d, start, position, count, c, p_s, mu_s, sum_s, GROUP: gl.constexpr, WARPS: gl.constexpr,
-            SCORES: gl.constexpr):  # fmt: skip
+def weights(d, start, position, count, c, p_s, mu_s, sum_s, GROUP: gl.constexpr, SCORES: gl.constexpr):  # fmt: skip
     """From the scores [16, R, 64] of a split: bf16 p, and after every block mu and its row sum, in shared memory.
 
     R may be fewer rows than the 8 that have room: nothing reads the results of the others.
@@ -92,17 +89,6 @@ def weights(d, start, position, count, c, p_s, mu_s, sum_s, GROUP: gl.constexpr,
     sum_s._reinterpret(gl.float32, [SPLIT_BLOCKS, QUERY_ROWS], PLAIN).slice(0, R, 1).store(block_sums(p))
     packed = p_s._reinterpret(gl.bfloat16, [SPLIT_BLOCKS, QUERY_ROWS, BLOCK], PACKED).slice(0, R, 1)
     packed.store(p.to(gl.bfloat16))
-
-
-@gluon.jit
-def value_step(o, l, mu_old, v, p, mu_s, sum_s, OPERAND: gl.constexpr, WEIGHTS: gl.constexpr, ROW: gl.constexpr):
-    """One block into the state: o [columns, R]."""
-    mu = mu_s.load(ROW)
-    alpha = gl.where(mu_old == float("-inf"), 0.0, gl.exp2(mu_old - mu))
-    l = l * alpha + sum_s.load(ROW)
-    o = o * alpha[None, :]
-    o = mma_v2(v.permute((1, 0)).load(OPERAND), p.permute((1, 0)).load(WEIGHTS), o)
-    return o, l, mu
 
 
 @gluon.jit
@@ -137,149 +123,150 @@ def finish(o, l, mu, out, lse, part_o, part_l, part_mu, first, count, kv_head, c
 
 
 @gluon.jit
-def place_of(step, start, blocks, STEP: gl.constexpr):
-    """(V instead of K, first block) of a step: STEP blocks of K till the end of their split, then the same of V."""
-    HALF: gl.constexpr = SPLIT_BLOCKS // STEP
-    split, i = step // (2 * HALF), step % (2 * HALF)
-    half = gl.minimum((blocks - split * SPLIT_BLOCKS + STEP - 1) // STEP, HALF)
-    return i >= half, start + split * SPLIT_BLOCKS + gl.where(i >= half, i - half, i) * STEP
-
-
-@gluon.jit
-def page_of(table, step, start, blocks, last, j: gl.constexpr, STEP: gl.constexpr, PAGE: gl.constexpr):
-    """The page of a step's block ``j``; 0 where there is none."""
-    _, block = place_of(step, start, blocks, STEP)
-    key = (block + j) * BLOCK
-    return gl.load(table + key // PAGE, mask=key <= last, other=0)
-
-
-@gluon.jit
-def guess_page(tables, sample, block, table_width, table_rows, PAGE: gl.constexpr):
-    """The page of ``block`` if the sample's row of the tables is the one of its own number, as it most often is: read
-    together with the sample's item, not after it. 0 where the tables have no such place."""
-    place = block * BLOCK // PAGE
-    there = (sample < table_rows) & (place < table_width)
-    return gl.load(tables + sample.to(gl.int64) * table_width + place, mask=there, other=0)
-
-
-@gluon.jit
-def bring_step(ring, slot, k, v, step, steps, start, blocks, page_0, page_1, last, k_slot, k_page, v_slot, v_page,
-               STEP: gl.constexpr, DV: gl.constexpr, PAGE: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
-    """Starts the copies of a step; one group of copies a step, empty behind the last one."""
-    TILE: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    if step < steps:
-        values, block = place_of(step, start, blocks, STEP)
-        key = block * BLOCK
-        if values:
-            room = ring.index(slot * STEP)._reinterpret(gl.bfloat16, [BLOCK, DV], TILE)
-            bring(room, v, page_0, key, last, v_slot, v_page, PAGE, WARPS)
-        else:
-            bring(ring.index(slot * STEP), k, page_0, key, last, k_slot, k_page, PAGE, WARPS)
-        if STEP == 2:
-            if values:
-                room = ring.index(slot * STEP + 1)._reinterpret(gl.bfloat16, [BLOCK, DV], TILE)
-                bring(room, v, page_1, key + BLOCK, last, v_slot, v_page, PAGE, WARPS)
+def fetch(
+    k_d, v_d, ring, full, empty, table, kv_head, kv_heads, column, start, blocks, position,
+    PAGE: gl.constexpr, RING: gl.constexpr, VALUES: gl.constexpr, DV: gl.constexpr, SETTLED: gl.constexpr,
+):  # fmt: skip
+    """Copies the blocks in the order in which they are computed: the keys of a split, its values, the next split."""
+    step = 0
+    page = gl.load(table + start * BLOCK // PAGE, mask=blocks > 0, other=0)
+    for part in range(0, (blocks + SPLIT_BLOCKS - 1) // SPLIT_BLOCKS):
+        here = gl.minimum(blocks - part * SPLIT_BLOCKS, SPLIT_BLOCKS)
+        for i in range(0, 2 * here):
+            block = start + part * SPLIT_BLOCKS + gl.where(i >= here, i - here, i)
+            key = block * BLOCK
+            row = (page * kv_heads + kv_head) * PAGE + key % PAGE
+            follows = gl.where(i + 1 == here, start + part * SPLIT_BLOCKS, block + 1)
+            follows = gl.minimum(follows, start + blocks - 1)
+            page = gl.load(table + follows * BLOCK // PAGE)
+            slot = step % RING
+            mbarrier.wait(empty.index(slot), (step // RING & 1) ^ 1)
+            if SETTLED and key + BLOCK > position:
+                gdc_wait()
+            if i >= here:
+                mbarrier.expect(full.index(slot), v_d.block_type.nbytes)
+                room = ring.index(slot)._reinterpret(gl.bfloat16, [BLOCK, DV], VALUES)
+                tma.async_copy_global_to_shared(v_d, [row, column], full.index(slot), room)
             else:
-                bring(ring.index(slot * STEP + 1), k, page_1, key + BLOCK, last, k_slot, k_page, PAGE, WARPS)
-    async_copy.commit_group()
+                mbarrier.expect(full.index(slot), k_d.block_type.nbytes)
+                tma.async_copy_global_to_shared(k_d, [row, 0], full.index(slot), ring.index(slot))
+            step += 1
 
 
-@gluon.jit(do_not_specialize=["table_width", "heads", "splits", "table_rows"])
+@gluon.jit
+def compute(
+    q, out, lse, part_o, part_l, part_mu, ring, full, empty, q_s, s_s, mu_s, sum_s, c,
+    first, position, count, start, blocks, kv_head, column, split, splits, heads,
+    q_token, q_head, out_token, out_head, lse_head,
+    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, R: gl.constexpr, ALL: gl.constexpr, DIRECT: gl.constexpr,
+    WITH_LSE: gl.constexpr, RING: gl.constexpr, VALUES: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    S_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 8, 16])
+    ROW: gl.constexpr = gl.SliceLayout(0, S_MMA)
+    BY_ROW: gl.constexpr = gl.SwizzledSharedLayout(4, 1, R, [1, 0])
+    BY_BLOCK: gl.constexpr = gl.SwizzledSharedLayout(4, 1, R, [2, 1, 0])
+    V_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [WARPS, 1], [1, 0])
+    last = position + count - 1
+    scores = s_s._reinterpret(gl.float32, [SPLIT_BLOCKS, QUERY_ROWS, BLOCK], BY_ROW)
+    gdc_wait()
+    q_s.store(load_rows(q, first, count, kv_head, q_token, q_head, GROUP, D))
+    fence_async_shared()
+    queries = q_s.permute((1, 0))
+    zero = gl.zeros((BLOCK, QUERY_ROWS), gl.float32, layout=S_MMA)
+    l_all = gl.zeros((QUERY_ROWS,), gl.float32, layout=ROW)
+    mu_all = gl.full((QUERY_ROWS,), float("-inf"), gl.float32, layout=ROW)
+    o_all = gl.zeros((DV, QUERY_ROWS), gl.float32, layout=S_MMA)
+    step = 0
+    for part in range(0, (blocks + SPLIT_BLOCKS - 1) // SPLIT_BLOCKS):
+        here = gl.minimum(blocks - part * SPLIT_BLOCKS, SPLIT_BLOCKS)
+        for i in range(0, here):
+            slot = step % RING
+            mbarrier.wait(full.index(slot), step // RING & 1)
+            s = warpgroup_mma(ring.index(slot), queries, zero, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, deps=[s])
+            mbarrier.arrive(empty.index(slot))
+            scores.index(i).permute((1, 0)).store(s)
+            step += 1
+        d = s_s._reinterpret(gl.float32, [SPLIT_BLOCKS, QUERY_ROWS, BLOCK], BY_BLOCK).slice(0, R, 1).load(SCORES)
+        weights(d, start + part * SPLIT_BLOCKS, position, count, c, s_s, mu_s, sum_s, GROUP, SCORES)
+        fence_async_shared()
+        l = gl.zeros((QUERY_ROWS,), gl.float32, layout=ROW)
+        mu_old = gl.full((QUERY_ROWS,), float("-inf"), gl.float32, layout=ROW)
+        o = gl.zeros((DV, QUERY_ROWS), gl.float32, layout=S_MMA)
+        for i in range(0, here):
+            slot = step % RING
+            mu = mu_s.index(i).load(ROW)
+            alpha = gl.where(mu_old == float("-inf"), 0.0, gl.exp2(mu_old - mu))
+            l = l * alpha + sum_s.index(i).load(ROW)
+            o = o * alpha[None, :]
+            v = ring.index(slot)._reinterpret(gl.bfloat16, [BLOCK, DV], VALUES)
+            mbarrier.wait(full.index(slot), step // RING & 1)
+            key = (start + part * SPLIT_BLOCKS + i) * BLOCK
+            if key + (BLOCK - 1) > last:  # behind the sample's last key is nothing, or another's
+                held = v.load(V_ROWS)
+                n = key + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, V_ROWS))
+                v.store(gl.where((n <= last)[:, None], held, gl.zeros_like(held)))
+                fence_async_shared()
+            o = warpgroup_mma(v.permute((1, 0)), s_s.index(i).permute((1, 0)), o, is_async=True)
+            o = warpgroup_mma_wait(0, deps=[o])
+            mbarrier.arrive(empty.index(slot))
+            mu_old = mu
+            step += 1
+        if ALL:
+            l_all, mu_all, o_all = merge_split(l_all, mu_all, o_all, l, mu_old, o)
+        else:
+            l_all, mu_all, o_all = l, mu_old, o
+    finish(o_all, l_all, mu_all, out, lse, part_o, part_l, part_mu, first, count, kv_head, column, split, splits, heads,
+           out_token, out_head, lse_head, GROUP, D, DV, S_MMA, DIRECT, WITH_LSE)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["table_width", "heads", "splits", "kv_heads"])
 def attention_units_kernel(
-    q, k, v, out, lse, part_o, part_l, part_mu, items, tables, c,
-    q_token, q_head, k_slot, k_head, k_page, v_slot, v_head, v_page, out_token, out_head,
-    lse_head, table_width, heads, splits, table_rows,
+    k_d, v_d, q, out, lse, part_o, part_l, part_mu, items, tables, c,
+    q_token, q_head, out_token, out_head, lse_head, table_width, heads, splits, kv_heads,
+    ROWS: gl.constexpr, VALUES: gl.constexpr, QUERIES: gl.constexpr, WEIGHTS: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr, ALL: gl.constexpr,
-    DIRECT: gl.constexpr, WITH_LSE: gl.constexpr, STEP: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr,
-    SCORES: gl.constexpr,
+    DIRECT: gl.constexpr, WITH_LSE: gl.constexpr, RING: gl.constexpr, SETTLED: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """One split, or ALL, of one sample and KV head for DV columns of V. Grid: kv_heads x D / DV, splits or 1, samples.
 
-    Arguments as ``attention_decode_kernel``; ALL splits are merged here, so their state is the result. STEP blocks
-    (1 or 2) are computed at a time, RING times as many have room. SCORES: layout of the scores [16, R, 64] of a split.
+    k_d and v_d describe the pages as rows of D values; other arguments as ``attention_decode_kernel``, ALL splits are
+    merged here, so their state is the result. RING blocks have room. ROWS, VALUES, QUERIES, WEIGHTS: layouts in shared
+    memory of blocks of K and V, of the queries and of p; SCORES: layout of the scores [16, R, 64] of a split.
     """
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    ROW: gl.constexpr = gl.SliceLayout(0, MMA)
-    TILE: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    BY_ROW: gl.constexpr = gl.SwizzledSharedLayout(4, 1, R, [1, 0])
-    BY_BLOCK: gl.constexpr = gl.SwizzledSharedLayout(4, 1, R, [2, 1, 0])
-    PACKED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, R, [1, 0])
-    gdc_wait()
+    if not SETTLED:
+        gdc_wait()
     gdc_launch_dependents()
     kv_head, column = gl.program_id(0) // (D // DV), gl.program_id(0) % (D // DV) * DV
     split, sample = gl.program_id(1), gl.program_id(2)
     item, start = items + sample * 4, split * SPLIT_BLOCKS
-    guess_0 = guess_page(tables, sample, start, table_width, table_rows, PAGE)
-    guess_1 = guess_page(tables, sample, start + STEP - 1, table_width, table_rows, PAGE)
     first, position, count, at = gl.load(item), gl.load(item + 1), gl.load(item + 2), gl.load(item + 3)
-    last = position + count - 1
-    blocks = last // BLOCK + 1 - start
+    blocks = (position + count - 1) // BLOCK + 1 - start
     if not ALL:
         blocks = gl.minimum(blocks, SPLIT_BLOCKS)
-    if blocks <= 0:
-        return
+    blocks = gl.maximum(blocks, 0)
+    count = gl.where(blocks > 0, count, 0)  # a split that the sample does not reach stores nothing
     table = tables + at.to(gl.int64) * table_width
-    k += kv_head.to(gl.int64) * k_head
-    v += kv_head.to(gl.int64) * v_head + column
-    HALF: gl.constexpr = SPLIT_BLOCKS // STEP
-    steps = blocks // SPLIT_BLOCKS * (2 * HALF) + (blocks % SPLIT_BLOCKS + STEP - 1) // STEP * 2
-    ring = gl.allocate_shared_memory(gl.bfloat16, [RING * STEP, BLOCK, D], TILE)
-    s_s = gl.allocate_shared_memory(gl.float32, [SPLIT_BLOCKS, QUERY_ROWS, BLOCK], BY_ROW)
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ring = gl.allocate_shared_memory(gl.bfloat16, [RING, BLOCK, D], ROWS)
+    s_s = gl.allocate_shared_memory(gl.bfloat16, [2 * SPLIT_BLOCKS, QUERY_ROWS, BLOCK], WEIGHTS)
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [QUERY_ROWS, D], QUERIES)
     mu_s = gl.allocate_shared_memory(gl.float32, [SPLIT_BLOCKS, QUERY_ROWS], VECTOR)
     sum_s = gl.allocate_shared_memory(gl.float32, [SPLIT_BLOCKS, QUERY_ROWS], VECTOR)
-    p_s = s_s._reinterpret(gl.bfloat16, [2 * SPLIT_BLOCKS, QUERY_ROWS, BLOCK], PACKED)
-    rows = load_rows(q, first, count, kv_head, q_token, q_head, GROUP, D, WARPS)
-    other = gl.where(at == sample, -1, last)
-    page_0 = gl.where(at == sample, guess_0, page_of(table, 0, start, blocks, other, 0, STEP, PAGE))
-    page_1 = gl.where(at == sample, guess_1, page_of(table, 0, start, blocks, other, STEP - 1, STEP, PAGE))
-    for early in gl.static_range(RING - 1):
-        bring_step(ring, early, k, v, early, steps, start, blocks, page_0, page_1, last, k_slot, k_page, v_slot, v_page,
-                   STEP, DV, PAGE, WARPS)  # fmt: skip
-        page_0 = page_of(table, early + 1, start, blocks, last, 0, STEP, PAGE)
-        page_1 = page_of(table, early + 1, start, blocks, last, STEP - 1, STEP, PAGE)
-    q_op = gl.convert_layout(rows.permute((1, 0)), RIGHT)
-    zero = gl.zeros((BLOCK, QUERY_ROWS), gl.float32, layout=MMA)
-    l_all = gl.zeros((QUERY_ROWS,), gl.float32, layout=ROW)
-    mu_all = gl.full((QUERY_ROWS,), float("-inf"), gl.float32, layout=ROW)
-    o_all = gl.zeros((DV, QUERY_ROWS), gl.float32, layout=MMA)
-    for part in range(0, (blocks + SPLIT_BLOCKS - 1) // SPLIT_BLOCKS):
-        here = gl.minimum(blocks - part * SPLIT_BLOCKS, SPLIT_BLOCKS)
-        half, done = (here + STEP - 1) // STEP, part * (2 * HALF)
-        for i in range(0, half):
-            async_copy.wait_group(RING - 2)
-            step = done + i + RING - 1
-            bring_step(ring, step % RING, k, v, step, steps, start, blocks, page_0, page_1, last, k_slot, k_page,
-                       v_slot, v_page, STEP, DV, PAGE, WARPS)  # fmt: skip
-            page_0 = page_of(table, step + 1, start, blocks, last, 0, STEP, PAGE)
-            page_1 = page_of(table, step + 1, start, blocks, last, STEP - 1, STEP, PAGE)
-            for j in gl.static_range(STEP):
-                s = mma_v2(ring.index((done + i) % RING * STEP + j).load(LEFT), q_op, zero)
-                s_s.index(i * STEP + j).permute((1, 0)).store(s)
-        d = s_s._reinterpret(gl.float32, [SPLIT_BLOCKS, QUERY_ROWS, BLOCK], BY_BLOCK).slice(0, R, 1).load(SCORES)
-        weights(d, start + part * SPLIT_BLOCKS, position, count, c, p_s, mu_s, sum_s, GROUP, WARPS, SCORES)
-        l = gl.zeros((QUERY_ROWS,), gl.float32, layout=ROW)
-        mu = gl.full((QUERY_ROWS,), float("-inf"), gl.float32, layout=ROW)
-        o = gl.zeros((DV, QUERY_ROWS), gl.float32, layout=MMA)
-        for i in range(0, half):
-            async_copy.wait_group(RING - 2)
-            step = done + half + i + RING - 1
-            bring_step(ring, step % RING, k, v, step, steps, start, blocks, page_0, page_1, last, k_slot, k_page,
-                       v_slot, v_page, STEP, DV, PAGE, WARPS)  # fmt: skip
-            page_0 = page_of(table, step + 1, start, blocks, last, 0, STEP, PAGE)
-            page_1 = page_of(table, step + 1, start, blocks, last, STEP - 1, STEP, PAGE)
-            for j in gl.static_range(STEP):
-                block = i * STEP + j
-                if block < here:
-                    slot = ring.index((done + half + i) % RING * STEP + j)
-                    slot = slot._reinterpret(gl.bfloat16, [BLOCK, DV], TILE)
-                    o, l, mu = value_step(o, l, mu, slot, p_s.index(block), mu_s.index(block), sum_s.index(block),
-                                          LEFT, RIGHT, ROW)  # fmt: skip
-        if ALL:
-            l_all, mu_all, o_all = merge_split(l_all, mu_all, o_all, l, mu, o)
-        else:
-            l_all, mu_all, o_all = l, mu, o
-    finish(o_all, l_all, mu_all, out, lse, part_o, part_l, part_mu, first, count, kv_head, column, split, splits, heads,
-           out_token, out_head, lse_head, GROUP, D, DV, MMA, DIRECT, WITH_LSE)  # fmt: skip
+    full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(RING):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (compute, (q, out, lse, part_o, part_l, part_mu, ring, full, empty, q_s, s_s, mu_s, sum_s, c, first,
+                       position, count, start, blocks, kv_head, column, split, splits, heads, q_token, q_head,
+                       out_token, out_head, lse_head, GROUP, D, DV, R, ALL, DIRECT, WITH_LSE, RING, VALUES, SCORES)),
+            (fetch, (k_d, v_d, ring, full, empty, table, kv_head, kv_heads, column, start, blocks, position, PAGE, RING,
+                     VALUES, DV, SETTLED)),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from rl_engine.ops.attention.hopper_decode import BLOCK, QUERY_ROWS, SPLIT_BLOCKS, attention_units_kernel
+from rl_engine.ops.attention.hopper_decode import BLOCK, QUERY_ROWS, SPLIT_BLOCKS, WARPS, attention_units_kernel
+from rl_engine.ops.attention.hopper_forward import shared_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,23 +22,22 @@ class Form:
     Attributes:
         whole: a program takes all splits of a sample and merges them itself, else one split.
         columns: columns of V of a program.
-        step: blocks that are computed at a time, 1 or 2.
-        ring: steps that have room in shared memory.
-        warps: 4, or 8.
+        ring: blocks that have room in shared memory.
+        registers: most registers of a thread, so that two programs fit a multiprocessor; None: all that there are.
     """
 
     whole: bool
     columns: int
-    step: int
     ring: int
-    warps: int = 4
+    registers: int | None = None
 
 
-SPLITS = Form(whole=False, columns=128, step=1, ring=4)
-WHOLE = Form(whole=True, columns=128, step=1, ring=4)
-ALONE = Form(whole=True, columns=128, step=2, ring=4)  # one program fills a multiprocessor
-HALVES = Form(whole=False, columns=64, step=2, ring=3)
-FORMS = {"splits": SPLITS, "whole": WHOLE, "alone": ALONE, "halves": HALVES}
+SPLITS = Form(whole=False, columns=128, ring=4, registers=128)
+WHOLE = Form(whole=True, columns=128, ring=4, registers=128)
+ALONE = Form(whole=True, columns=128, ring=8)  # one program fills a multiprocessor
+HALVES = Form(whole=False, columns=64, ring=8)
+WHOLE_HALVES = Form(whole=True, columns=64, ring=11)
+FORMS = {"splits": SPLITS, "whole": WHOLE, "alone": ALONE, "halves": HALVES, "whole halves": WHOLE_HALVES}
 
 
 @functools.cache
@@ -51,13 +52,17 @@ def scores_layout(rows: int, warps: int) -> Any:
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, queries: int) -> bool:
-    """Whether these kernels take the call: at most 8 query rows of a KV head, head_dim 64 or 128, pages of whole
-    blocks of keys, base and rows in steps of 16 and 32 bytes. ``triton_decode`` takes all others."""
+    """Whether this kernel takes the call: at most 8 query rows of a KV head, head_dim 64 or 128, pages of whole blocks
+    of keys that lie one behind the other in less than 2^31 rows, and alignment as the copy engine and 16-byte loads
+    need it. ``triton_decode`` takes all others."""
     return (
         queries * (q.shape[1] // k.shape[1]) <= QUERY_ROWS.value
         and q.shape[2] in (64, 128)
         and k.shape[2] % BLOCK.value == 0
-        and all(x.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in x.stride()[:-1]) for x in (q, k, v))
+        and k.shape[:3].numel() < 1 << 31
+        and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (k, v))
+        and q.data_ptr() % 16 == 0
+        and all(step % 16 == 0 for step in q.stride()[:-1])
     )
 
 
@@ -65,14 +70,18 @@ def choose(samples: int, kv_heads: int, splits: int, keys: int, processors: int)
     """The form that was the fastest on an H200 for samples of at most ``splits`` splits and ``keys`` keys together.
 
     Few splits share the columns of V out. Whole samples need no merge, but the longest must not be left alone: they are
-    taken together only where there is one for almost every multiprocessor and the mean length is 2/3 of the longest.
+    taken together only where there is a program for almost every multiprocessor and the mean length is 2/3 of the
+    longest.
     """
     pairs = samples * kv_heads
     if 2 * pairs * splits <= processors:
         return HALVES
     even = 3 * keys >= 2 * samples * splits * SPLIT_BLOCKS.value * BLOCK.value
-    if splits > 1 and even and 10 * pairs >= 9 * processors:
-        return ALONE if pairs <= processors else WHOLE
+    if splits > 1 and even:
+        if 10 * pairs >= 9 * processors:
+            return ALONE if pairs <= processors else WHOLE
+        if splits > 2 and 9 * processors <= 20 * pairs <= 10 * processors:
+            return WHOLE_HALVES
     return SPLITS
 
 
@@ -88,39 +97,46 @@ def launch_states(
     lse: Tensor | None,
     c: float,
     form: Form,
+    settled: bool = False,
     kernel: Any = attention_units_kernel,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """(o fp32 [Q, heads, splits, D], l, mu fp32 [Q, heads, splits]) of every split, to be merged; None where ``out``
-    and ``lse`` are the result already: one split, or a form that merges them itself. Another ``kernel`` is what a
-    control gives."""
-    heads, width, kv_heads = q.shape[1], q.shape[2], k.shape[1]
+    and ``lse`` are the result already: one split, or a form that merges them itself. ``settled`` as ``decode_pages``
+    says; another ``kernel`` is what a control gives."""
+    heads, width, kv_heads, page = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
     group, direct, columns = heads // kv_heads, form.whole or splits == 1, min(form.columns, width)
-    rows = 4 if queries * group <= 4 else QUERY_ROWS.value
+    rows, block = 4 if queries * group <= 4 else QUERY_ROWS.value, BLOCK.value
     o, l, mu = out, out, out
     if not direct:
         state = (q.shape[0], heads, splits)
         o = torch.empty(*state, width, dtype=torch.float32, device=q.device)
         l, mu = (torch.empty(state, dtype=torch.float32, device=q.device) for _ in range(2))
+    layouts = {"ROWS": shared_rows(width), "VALUES": shared_rows(columns)}
+    described = [
+        TensorDescriptor(x, [k.shape[:3].numel(), width], [width, 1], [block, wide], layouts[name])
+        for x, wide, name in ((k, width, "ROWS"), (v, columns, "VALUES"))
+    ]
     kernel[(kv_heads * (width // columns), 1 if form.whole else splits, items.shape[0])](
-        *(q, k, v, out, out if lse is None else lse, o, l, mu, items, tables, c),
-        *(q.stride(0), q.stride(1), k.stride(2), k.stride(1), k.stride(0), v.stride(2), v.stride(1), v.stride(0)),
-        *(out.stride(0), out.stride(1), 0 if lse is None else lse.stride(1), tables.stride(0), heads, splits),
-        tables.shape[0],
+        *(*described, q, out, out if lse is None else lse, o, l, mu, items, tables, c, q.stride(0), q.stride(1)),
+        *(out.stride(0), out.stride(1), 0 if lse is None else lse.stride(1), tables.stride(0), heads, splits, kv_heads),
+        **layouts,
+        QUERIES=shared_rows(width, QUERY_ROWS.value),
+        WEIGHTS=shared_rows(block, QUERY_ROWS.value),
         GROUP=group,
         D=width,
         DV=columns,
         R=rows,
-        PAGE=k.shape[2],
+        PAGE=page,
         ALL=form.whole,
         DIRECT=direct,
         WITH_LSE=lse is not None,
-        STEP=form.step,
         RING=form.ring,
-        WARPS=form.warps,
-        SCORES=scores_layout(rows, form.warps),
-        num_warps=form.warps,
+        SETTLED=settled,
+        SCORES=scores_layout(rows, WARPS.value),
+        num_warps=WARPS.value,
         enable_fp_fusion=False,
         launch_pdl=True,
+        **({"maxnreg": form.registers} if form.registers else {}),
     )
     return None if direct else (o, l, mu)
 

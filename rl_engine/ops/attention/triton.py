@@ -265,16 +265,22 @@ def decode_pages(
     lse: Tensor | None,
     tiles: Tiles,
     form: hopper_paged.Form | None = None,
+    *,
+    settled: bool = False,
 ) -> None:
     """As :func:`decode`, by the fastest kernels that take the call: ``hopper_paged``'s where they fit (``form`` instead
     of the one it chooses), otherwise the tiles for these pages. ``keys`` of all samples together: only speed depends on
-    it, so a graph may be replayed with others."""
+    it, so a graph may be replayed with others.
+
+    ``settled`` says that the kernel ahead of this one in the stream writes neither ``items`` nor ``tables`` nor a key
+    or value before the first new one of its sample, and that what did was over when that kernel began. Then old
+    keys are fetched while it still runs."""
     if tiles.hopper and _is_hopper(q.device) and hopper_paged.fits(q, k, v, queries):
         _check(q, k[0], v[0])
         processors = hopper_paged.processors(q.device)
         form = form or hopper_paged.choose(items.shape[0], k.shape[1], splits, keys, processors)
         c = scales(q.shape[2])[0]
-        states = hopper_paged.launch_states(q, k, v, items, tables, queries, splits, out, lse, c, form)
+        states = hopper_paged.launch_states(q, k, v, items, tables, queries, splits, out, lse, c, form, settled)
         if states is not None:
             _merge(states, items, queries, out, lse, True)
         return
@@ -295,6 +301,7 @@ def store(k: Tensor, v: Tensor, slots: Tensor, k_pages: Tensor, v_pages: Tensor)
         warps=4,
         R=16,
         D=width,
+        EARLY=_is_hopper(k.device),
     )
 
 
@@ -388,7 +395,7 @@ class TritonAttention(AttentionProvider):
         if plan.few.shape[0]:
             tiles = self.tiles[q.shape[2]]
             counts = (plan.queries, plan.splits, plan.keys)
-            decode_pages(q, keys, values, plan.few, plan.tables, *counts, out, None, tiles)
+            decode_pages(q, keys, values, plan.few, plan.tables, *counts, out, None, tiles, settled=True)
         return out
 
     def delta(self, dout: Tensor, out: Tensor) -> Tensor:
