@@ -118,26 +118,26 @@ def paged() -> list[Kernel]:
         return []
     from rl_engine.ops.attention.hopper_paged import scores_layout
 
-    pages = {"k_d": "tensordesc<bf16[64,{width}],{{ROWS}}>", "v_d": "tensordesc<bf16[64,{columns}],{{VALUES}}>"}
-    rest = kinds("q out", "*bf16") | {"c": "fp32"} | kinds("lse part_o part_l part_mu", "*fp32")
-    rest |= kinds("items tables", "*i32") | kinds("q_token q_head out_token out_head lse_head", "i32")
-    rest |= kinds("table_width heads splits kv_heads", "i32")
+    tensors = kinds("k_d v_d", "tensordesc<bf16[64,64],{CHUNKED}>") | kinds("q out", "*bf16") | {"c": "fp32"}
+    tensors |= kinds("lse part_o part_l part_mu", "*fp32") | kinds("items tables", "*i32")
+    small = kinds("q_token q_head out_token out_head lse_head table_width heads splits kv_heads", "i32")
     return [
         Kernel(
-            *(f"{OPS}.attention.hopper_decode", "attention_units_kernel"),
-            {name: kind.format(width=width, columns=columns) for name, kind in pages.items()} | rest,
+            *(f"{OPS}.attention.hopper_decode", "attention_units_kernel", {**tensors, **small}),
             {"GROUP": 4, "D": width, "DV": columns, "R": rows, "PAGE": page, "ALL": whole, "DIRECT": whole}
-            | {"WITH_LSE": whole, "RING": ring, "SETTLED": settled, "SCORES": scores_layout(rows, 4)},
-            *(4, 1, ("table_width", "heads", "splits", "kv_heads")),
-            layouts={"ROWS": (64, width), "VALUES": (64, columns), "QUERIES": (8, width), "WEIGHTS": (8, 64)},
+            | {"WITH_LSE": whole, "RING": ring, "WARPS": warps, "SETTLED": settled}
+            | {"SCORES": scores_layout(rows, warps)},
+            *(warps, 1, ("table_width", "heads", "splits", "kv_heads")),
+            layouts={"CHUNKED": (64, 64), "PAIR": (128, width), "ROWS": (64, width)}
+            | {"QUERIES": (8, width), "WEIGHTS": (8, 64)},
             targets=("cuda:90",),
             fma=True,
         )
-        for width, columns, rows, page, whole, ring, settled in (
-            (128, 128, 4, 64, False, 4, True),
-            (128, 64, 4, 64, True, 11, False),
-            (128, 128, 8, 256, True, 8, False),
-            (64, 64, 8, 64, True, 4, True),
+        for width, columns, rows, page, whole, ring, warps, settled in (
+            (128, 128, 4, 64, False, 2, 4, True),
+            (128, 128, 8, 256, True, 4, 8, False),
+            (128, 64, 4, 64, True, 5, 4, False),
+            (64, 64, 8, 64, True, 2, 4, True),
         )
     ]
 

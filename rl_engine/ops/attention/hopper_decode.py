@@ -1,10 +1,10 @@
 """Paged decode for Hopper, in Gluon: the scores of a whole split first, then all its weights, then the chain over V.
 
 Only o is a chain: the scores of different blocks do not see each other, and once the running maximum after every block
-is known, so are p and the row sums of all blocks. Four warps do the three one after another, for one split or for all
-splits of a sample. Another warp brings block after block, of K and then of V, into a ring with the bulk copy engine; a
-block waits for nothing but room, so memory is read all the time, also while weights are computed. ``hopper_paged``
-chooses.
+is known, so are p and the row sums of all blocks. Four or eight warps do the three one after another, for one split or
+for all splits of a sample. Another warp brings pairs of blocks, of K and then of V, into a ring with the bulk copy
+engine; a pair waits for nothing but room, so memory is read all the time, also while weights are computed.
+``hopper_paged`` chooses.
 
 A program may start before the kernel ahead of it in the stream ends. Where the caller says that old keys are settled,
 it fetches them at once, as many as the ring holds, and waits before it reads anything that kernel may write: the
@@ -32,7 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from rl_engine.ops.attention.hopper_forward import BLOCK, SPLIT_BLOCKS, add
 
 QUERY_ROWS = gl.constexpr(8)
-WARPS = gl.constexpr(4)  # that compute
+CHUNK = gl.constexpr(64)  # columns that the copy engine brings at a time
 
 
 @gluon.jit
@@ -41,7 +41,7 @@ def larger(a, b):
 
 
 @gluon.jit
-def load_rows(q, first, count, kv_head, q_token, q_head, GROUP: gl.constexpr, D: gl.constexpr):
+def load_rows(q, first, count, kv_head, q_token, q_head, GROUP: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr):
     """bf16 [8, D]: the queries of one KV head, +0 behind ``count``."""
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
     r = gl.arange(0, QUERY_ROWS, layout=gl.SliceLayout(1, LOADED))
@@ -64,7 +64,8 @@ def block_sums(p):
 
 
 @gluon.jit
-def weights(d, start, position, count, c, p_s, mu_s, sum_s, GROUP: gl.constexpr, SCORES: gl.constexpr):  # fmt: skip
+def weights(d, start, position, count, c, p_s, mu_s, sum_s, GROUP: gl.constexpr, WARPS: gl.constexpr,
+            SCORES: gl.constexpr):  # fmt: skip
     """From the scores [16, R, 64] of a split: bf16 p, and after every block mu and its row sum, in shared memory.
 
     R may be fewer rows than the 8 that have room: nothing reads the results of the others.
@@ -123,33 +124,56 @@ def finish(o, l, mu, out, lse, part_o, part_l, part_mu, first, count, kv_head, c
 
 
 @gluon.jit
+def bring(d, ring, full, row, column, chunk, COLUMNS: gl.constexpr, APART: gl.constexpr):
+    """Starts the copies of a block's COLUMNS columns into chunks of the ring that lie APART."""
+    for part in gl.static_range(COLUMNS // CHUNK):
+        place = [row, column + part * CHUNK]
+        tma.async_copy_global_to_shared(d, place, full, ring.index(chunk + part * APART))
+
+
+@gluon.jit
 def fetch(
     k_d, v_d, ring, full, empty, table, kv_head, kv_heads, column, start, blocks, position,
-    PAGE: gl.constexpr, RING: gl.constexpr, VALUES: gl.constexpr, DV: gl.constexpr, SETTLED: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, PAGE: gl.constexpr, RING: gl.constexpr, SETTLED: gl.constexpr,
 ):  # fmt: skip
-    """Copies the blocks in the order in which they are computed: the keys of a split, its values, the next split."""
+    """Copies pairs of blocks in the order in which they are computed: the keys of a split, its values, the next split.
+
+    A pair of K is stored as one block of 128 rows, two of V one behind the other.
+    """
+    CHUNKS: gl.constexpr = 2 * D // CHUNK
+    SIZE: gl.constexpr = BLOCK * CHUNK * 2
     step = 0
-    page = gl.load(table + start * BLOCK // PAGE, mask=blocks > 0, other=0)
     for part in range(0, (blocks + SPLIT_BLOCKS - 1) // SPLIT_BLOCKS):
         here = gl.minimum(blocks - part * SPLIT_BLOCKS, SPLIT_BLOCKS)
-        for i in range(0, 2 * here):
-            block = start + part * SPLIT_BLOCKS + gl.where(i >= here, i - here, i)
-            key = block * BLOCK
-            row = (page * kv_heads + kv_head) * PAGE + key % PAGE
-            follows = gl.where(i + 1 == here, start + part * SPLIT_BLOCKS, block + 1)
-            follows = gl.minimum(follows, start + blocks - 1)
-            page = gl.load(table + follows * BLOCK // PAGE)
+        half = (here + 1) // 2
+        for i in range(0, 2 * half):
+            values = i >= half
+            of_split = 2 * gl.where(values, i - half, i)
+            both = of_split + 1 < here
+            key = (start + part * SPLIT_BLOCKS + of_split) * BLOCK
+            second = gl.where(both, key + BLOCK, key)
+            page_0, page_1 = gl.load(table + key // PAGE), gl.load(table + second // PAGE)
+            row_0 = (page_0 * kv_heads + kv_head) * PAGE + key % PAGE
+            row_1 = (page_1 * kv_heads + kv_head) * PAGE + second % PAGE
             slot = step % RING
+            ready, chunk = full.index(slot), slot * CHUNKS
             mbarrier.wait(empty.index(slot), (step // RING & 1) ^ 1)
-            if SETTLED and key + BLOCK > position:
+            if SETTLED and key + 2 * BLOCK > position:
                 gdc_wait()
-            if i >= here:
-                mbarrier.expect(full.index(slot), v_d.block_type.nbytes)
-                room = ring.index(slot)._reinterpret(gl.bfloat16, [BLOCK, DV], VALUES)
-                tma.async_copy_global_to_shared(v_d, [row, column], full.index(slot), room)
+            if values:
+                if both:
+                    mbarrier.expect(ready, 2 * SIZE * (DV // CHUNK))
+                    bring(v_d, ring, ready, row_1, column, chunk + CHUNKS // 2, DV, 1)
+                else:
+                    mbarrier.expect(ready, SIZE * (DV // CHUNK))
+                bring(v_d, ring, ready, row_0, column, chunk, DV, 1)
             else:
-                mbarrier.expect(full.index(slot), k_d.block_type.nbytes)
-                tma.async_copy_global_to_shared(k_d, [row, 0], full.index(slot), ring.index(slot))
+                if both:
+                    mbarrier.expect(ready, 2 * SIZE * (D // CHUNK))
+                    bring(k_d, ring, ready, row_1, 0, chunk + 1, D, 2)
+                else:
+                    mbarrier.expect(ready, SIZE * (D // CHUNK))
+                bring(k_d, ring, ready, row_0, 0, chunk, D, 2)
             step += 1
 
 
@@ -159,80 +183,92 @@ def compute(
     first, position, count, start, blocks, kv_head, column, split, splits, heads,
     q_token, q_head, out_token, out_head, lse_head,
     GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, R: gl.constexpr, ALL: gl.constexpr, DIRECT: gl.constexpr,
-    WITH_LSE: gl.constexpr, RING: gl.constexpr, VALUES: gl.constexpr, SCORES: gl.constexpr,
+    WITH_LSE: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr, PAIR: gl.constexpr, ROWS: gl.constexpr,
+    SCORES: gl.constexpr,
 ):  # fmt: skip
-    S_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 8, 16])
-    ROW: gl.constexpr = gl.SliceLayout(0, S_MMA)
-    BY_ROW: gl.constexpr = gl.SwizzledSharedLayout(4, 1, R, [1, 0])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 8, 16])
+    ROW: gl.constexpr = gl.SliceLayout(0, MMA)
     BY_BLOCK: gl.constexpr = gl.SwizzledSharedLayout(4, 1, R, [2, 1, 0])
     V_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [WARPS, 1], [1, 0])
+    CHUNKS: gl.constexpr = 2 * D // CHUNK
     last = position + count - 1
-    scores = s_s._reinterpret(gl.float32, [SPLIT_BLOCKS, QUERY_ROWS, BLOCK], BY_ROW)
+    pairs = ring._reinterpret(gl.bfloat16, [RING, 2 * BLOCK, D], PAIR)
+    singles = ring._reinterpret(gl.bfloat16, [2 * RING, BLOCK, D], ROWS)
+    scores = s_s._reinterpret(gl.float32, [SPLIT_BLOCKS // 2, 2, QUERY_ROWS, BLOCK], BY_BLOCK)
     gdc_wait()
-    q_s.store(load_rows(q, first, count, kv_head, q_token, q_head, GROUP, D))
+    q_s.store(load_rows(q, first, count, kv_head, q_token, q_head, GROUP, D, WARPS))
     fence_async_shared()
     queries = q_s.permute((1, 0))
-    zero = gl.zeros((BLOCK, QUERY_ROWS), gl.float32, layout=S_MMA)
+    zero = gl.zeros((2 * BLOCK, QUERY_ROWS), gl.float32, layout=MMA)
     l_all = gl.zeros((QUERY_ROWS,), gl.float32, layout=ROW)
     mu_all = gl.full((QUERY_ROWS,), float("-inf"), gl.float32, layout=ROW)
-    o_all = gl.zeros((DV, QUERY_ROWS), gl.float32, layout=S_MMA)
+    o_all = gl.zeros((DV, QUERY_ROWS), gl.float32, layout=MMA)
     step = 0
     for part in range(0, (blocks + SPLIT_BLOCKS - 1) // SPLIT_BLOCKS):
         here = gl.minimum(blocks - part * SPLIT_BLOCKS, SPLIT_BLOCKS)
-        for i in range(0, here):
+        half = (here + 1) // 2
+        for i in range(0, half):
             slot = step % RING
             mbarrier.wait(full.index(slot), step // RING & 1)
-            s = warpgroup_mma(ring.index(slot), queries, zero, use_acc=False, is_async=True)
+            s = warpgroup_mma(pairs.index(slot), queries, zero, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(empty.index(slot))
-            scores.index(i).permute((1, 0)).store(s)
+            scores.index(i).store(s.reshape((2, BLOCK, QUERY_ROWS)).permute((0, 2, 1)))
             step += 1
         d = s_s._reinterpret(gl.float32, [SPLIT_BLOCKS, QUERY_ROWS, BLOCK], BY_BLOCK).slice(0, R, 1).load(SCORES)
-        weights(d, start + part * SPLIT_BLOCKS, position, count, c, s_s, mu_s, sum_s, GROUP, SCORES)
+        weights(d, start + part * SPLIT_BLOCKS, position, count, c, s_s, mu_s, sum_s, GROUP, WARPS, SCORES)
         fence_async_shared()
         l = gl.zeros((QUERY_ROWS,), gl.float32, layout=ROW)
         mu_old = gl.full((QUERY_ROWS,), float("-inf"), gl.float32, layout=ROW)
-        o = gl.zeros((DV, QUERY_ROWS), gl.float32, layout=S_MMA)
-        for i in range(0, here):
+        o = gl.zeros((DV, QUERY_ROWS), gl.float32, layout=MMA)
+        for i in range(0, half):
             slot = step % RING
-            mu = mu_s.index(i).load(ROW)
-            alpha = gl.where(mu_old == float("-inf"), 0.0, gl.exp2(mu_old - mu))
-            l = l * alpha + sum_s.index(i).load(ROW)
-            o = o * alpha[None, :]
-            v = ring.index(slot)._reinterpret(gl.bfloat16, [BLOCK, DV], VALUES)
             mbarrier.wait(full.index(slot), step // RING & 1)
-            key = (start + part * SPLIT_BLOCKS + i) * BLOCK
-            if key + (BLOCK - 1) > last:  # behind the sample's last key is nothing, or another's
-                held = v.load(V_ROWS)
-                n = key + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, V_ROWS))
-                v.store(gl.where((n <= last)[:, None], held, gl.zeros_like(held)))
-                fence_async_shared()
-            o = warpgroup_mma(v.permute((1, 0)), s_s.index(i).permute((1, 0)), o, is_async=True)
-            o = warpgroup_mma_wait(0, deps=[o])
+            for j in gl.static_range(2):
+                of_split = 2 * i + j
+                if of_split < here:
+                    mu = mu_s.index(of_split).load(ROW)
+                    alpha = gl.where(mu_old == float("-inf"), 0.0, gl.exp2(mu_old - mu))
+                    l = l * alpha + sum_s.index(of_split).load(ROW)
+                    o = o * alpha[None, :]
+                    if DV == D:
+                        v = singles.index(2 * slot + j)
+                    else:
+                        v = ring.index(slot * CHUNKS + j * (CHUNKS // 2))
+                    key = (start + part * SPLIT_BLOCKS + of_split) * BLOCK
+                    if key + (BLOCK - 1) > last:  # behind the sample's last key is nothing, or another's
+                        held = v.load(V_ROWS)
+                        n = key + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, V_ROWS))
+                        v.store(gl.where((n <= last)[:, None], held, gl.zeros_like(held)))
+                        fence_async_shared()
+                    o = warpgroup_mma(v.permute((1, 0)), s_s.index(of_split).permute((1, 0)), o, is_async=True)
+                    o = warpgroup_mma_wait(0, deps=[o])
+                    mu_old = mu
             mbarrier.arrive(empty.index(slot))
-            mu_old = mu
             step += 1
         if ALL:
             l_all, mu_all, o_all = merge_split(l_all, mu_all, o_all, l, mu_old, o)
         else:
             l_all, mu_all, o_all = l, mu_old, o
     finish(o_all, l_all, mu_all, out, lse, part_o, part_l, part_mu, first, count, kv_head, column, split, splits, heads,
-           out_token, out_head, lse_head, GROUP, D, DV, S_MMA, DIRECT, WITH_LSE)  # fmt: skip
+           out_token, out_head, lse_head, GROUP, D, DV, MMA, DIRECT, WITH_LSE)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["table_width", "heads", "splits", "kv_heads"])
 def attention_units_kernel(
     k_d, v_d, q, out, lse, part_o, part_l, part_mu, items, tables, c,
     q_token, q_head, out_token, out_head, lse_head, table_width, heads, splits, kv_heads,
-    ROWS: gl.constexpr, VALUES: gl.constexpr, QUERIES: gl.constexpr, WEIGHTS: gl.constexpr,
+    CHUNKED: gl.constexpr, PAIR: gl.constexpr, ROWS: gl.constexpr, QUERIES: gl.constexpr, WEIGHTS: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr, ALL: gl.constexpr,
-    DIRECT: gl.constexpr, WITH_LSE: gl.constexpr, RING: gl.constexpr, SETTLED: gl.constexpr, SCORES: gl.constexpr,
+    DIRECT: gl.constexpr, WITH_LSE: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr, SETTLED: gl.constexpr,
+    SCORES: gl.constexpr,
 ):  # fmt: skip
     """One split, or ALL, of one sample and KV head for DV columns of V. Grid: kv_heads x D / DV, splits or 1, samples.
 
     k_d and v_d describe the pages as rows of D values; other arguments as ``attention_decode_kernel``, ALL splits are
-    merged here, so their state is the result. RING blocks have room. ROWS, VALUES, QUERIES, WEIGHTS: layouts in shared
-    memory of blocks of K and V, of the queries and of p; SCORES: layout of the scores [16, R, 64] of a split.
+    merged here, so their state is the result. RING pairs of blocks have room; WARPS (4, or 8 where DV is 128) compute.
+    Layouts in shared memory: CHUNKED of 64 x 64 values, PAIR and ROWS of two blocks and of one, QUERIES, WEIGHTS of p;
+    SCORES: layout of the scores [16, R, 64] of a split.
     """
     if not SETTLED:
         gdc_wait()
@@ -248,7 +284,7 @@ def attention_units_kernel(
     count = gl.where(blocks > 0, count, 0)  # a split that the sample does not reach stores nothing
     table = tables + at.to(gl.int64) * table_width
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ring = gl.allocate_shared_memory(gl.bfloat16, [RING, BLOCK, D], ROWS)
+    ring = gl.allocate_shared_memory(gl.bfloat16, [RING * (2 * D // CHUNK), BLOCK, CHUNK], CHUNKED)
     s_s = gl.allocate_shared_memory(gl.bfloat16, [2 * SPLIT_BLOCKS, QUERY_ROWS, BLOCK], WEIGHTS)
     q_s = gl.allocate_shared_memory(gl.bfloat16, [QUERY_ROWS, D], QUERIES)
     mu_s = gl.allocate_shared_memory(gl.float32, [SPLIT_BLOCKS, QUERY_ROWS], VECTOR)
@@ -263,9 +299,10 @@ def attention_units_kernel(
         [
             (compute, (q, out, lse, part_o, part_l, part_mu, ring, full, empty, q_s, s_s, mu_s, sum_s, c, first,
                        position, count, start, blocks, kv_head, column, split, splits, heads, q_token, q_head,
-                       out_token, out_head, lse_head, GROUP, D, DV, R, ALL, DIRECT, WITH_LSE, RING, VALUES, SCORES)),
-            (fetch, (k_d, v_d, ring, full, empty, table, kv_head, kv_heads, column, start, blocks, position, PAGE, RING,
-                     VALUES, DV, SETTLED)),
+                       out_token, out_head, lse_head, GROUP, D, DV, R, ALL, DIRECT, WITH_LSE, RING, WARPS, PAIR, ROWS,
+                       SCORES)),
+            (fetch, (k_d, v_d, ring, full, empty, table, kv_head, kv_heads, column, start, blocks, position, D, DV,
+                     PAGE, RING, SETTLED)),
         ],
         [1],
         [24],

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from rl_engine.ops.attention.hopper_decode import BLOCK, QUERY_ROWS, SPLIT_BLOCKS, WARPS, attention_units_kernel
+from rl_engine.ops.attention.hopper_decode import BLOCK, CHUNK, QUERY_ROWS, SPLIT_BLOCKS, attention_units_kernel
 from rl_engine.ops.attention.hopper_forward import shared_rows
 
 
@@ -22,22 +22,28 @@ class Form:
     Attributes:
         whole: a program takes all splits of a sample and merges them itself, else one split.
         columns: columns of V of a program.
-        ring: blocks that have room in shared memory.
+        ring: pairs of blocks that have room in shared memory.
+        warps: that compute; 8 only with 128 columns.
         registers: most registers of a thread, so that two programs fit a multiprocessor; None: all that there are.
     """
 
     whole: bool
     columns: int
     ring: int
+    warps: int = 4
     registers: int | None = None
 
 
-SPLITS = Form(whole=False, columns=128, ring=4, registers=128)
-WHOLE = Form(whole=True, columns=128, ring=4, registers=128)
-ALONE = Form(whole=True, columns=128, ring=8)  # one program fills a multiprocessor
-HALVES = Form(whole=False, columns=64, ring=8)
-WHOLE_HALVES = Form(whole=True, columns=64, ring=11)
-FORMS = {"splits": SPLITS, "whole": WHOLE, "alone": ALONE, "halves": HALVES, "whole halves": WHOLE_HALVES}
+SPLITS = Form(whole=False, columns=128, ring=2, registers=128)
+WHOLE = Form(whole=True, columns=128, ring=2, registers=128)
+SINGLES = Form(whole=False, columns=128, ring=5, warps=8)  # one program fills a multiprocessor, here and below
+ALONE = Form(whole=True, columns=128, ring=4, warps=8)
+HALVES = Form(whole=False, columns=64, ring=5)
+WHOLE_HALVES = Form(whole=True, columns=64, ring=5)
+FORMS = {
+    **{"splits": SPLITS, "singles": SINGLES, "halves": HALVES},
+    **{"whole": WHOLE, "alone": ALONE, "whole halves": WHOLE_HALVES},
+}
 
 
 @functools.cache
@@ -69,19 +75,20 @@ def fits(q: Tensor, k: Tensor, v: Tensor, queries: int) -> bool:
 def choose(samples: int, kv_heads: int, splits: int, keys: int, processors: int) -> Form:
     """The form that was the fastest on an H200 for samples of at most ``splits`` splits and ``keys`` keys together.
 
-    Few splits share the columns of V out. Whole samples need no merge, but the longest must not be left alone: they are
-    taken together only where there is a program for almost every multiprocessor and the mean length is 2/3 of the
-    longest.
+    Few splits share the columns of V out; up to one split for every multiprocessor, each takes a whole one. Whole
+    samples need no merge, but the longest must not be left alone: they are taken together only where there is a program
+    for almost every multiprocessor and the mean length is 2/3 of the longest, or 9/10 where there is no other program
+    to fill the gaps.
     """
-    pairs = samples * kv_heads
+    pairs, most = samples * kv_heads, samples * splits * SPLIT_BLOCKS.value * BLOCK.value
     if 2 * pairs * splits <= processors:
         return HALVES
-    even = 3 * keys >= 2 * samples * splits * SPLIT_BLOCKS.value * BLOCK.value
-    if splits > 1 and even:
-        if 10 * pairs >= 9 * processors:
-            return ALONE if pairs <= processors else WHOLE
-        if splits > 2 and 9 * processors <= 20 * pairs <= 10 * processors:
-            return WHOLE_HALVES
+    if pairs * splits <= processors:
+        return SINGLES
+    if splits > 1 and 3 * keys >= 2 * most and 10 * pairs >= 9 * processors:
+        return ALONE if pairs <= processors else WHOLE
+    if 10 * keys >= 9 * most and 9 * processors <= 20 * pairs <= 10 * processors:
+        return WHOLE_HALVES
     return SPLITS
 
 
@@ -111,15 +118,17 @@ def launch_states(
         state = (q.shape[0], heads, splits)
         o = torch.empty(*state, width, dtype=torch.float32, device=q.device)
         l, mu = (torch.empty(state, dtype=torch.float32, device=q.device) for _ in range(2))
-    layouts = {"ROWS": shared_rows(width), "VALUES": shared_rows(columns)}
-    described = [
-        TensorDescriptor(x, [k.shape[:3].numel(), width], [width, 1], [block, wide], layouts[name])
-        for x, wide, name in ((k, width, "ROWS"), (v, columns, "VALUES"))
-    ]
+    warps = form.warps if columns == 128 else 4
+    chunk = [block, CHUNK.value]
+    k_d, v_d = (
+        TensorDescriptor(x, [k.shape[:3].numel(), width], [width, 1], chunk, shared_rows(chunk[1])) for x in (k, v)
+    )
     kernel[(kv_heads * (width // columns), 1 if form.whole else splits, items.shape[0])](
-        *(*described, q, out, out if lse is None else lse, o, l, mu, items, tables, c, q.stride(0), q.stride(1)),
+        *(k_d, v_d, q, out, out if lse is None else lse, o, l, mu, items, tables, c, q.stride(0), q.stride(1)),
         *(out.stride(0), out.stride(1), 0 if lse is None else lse.stride(1), tables.stride(0), heads, splits, kv_heads),
-        **layouts,
+        CHUNKED=shared_rows(CHUNK.value),
+        PAIR=shared_rows(width, 2 * block),
+        ROWS=shared_rows(width),
         QUERIES=shared_rows(width, QUERY_ROWS.value),
         WEIGHTS=shared_rows(block, QUERY_ROWS.value),
         GROUP=group,
@@ -131,9 +140,10 @@ def launch_states(
         DIRECT=direct,
         WITH_LSE=lse is not None,
         RING=form.ring,
+        WARPS=warps,
         SETTLED=settled,
-        SCORES=scores_layout(rows, WARPS.value),
-        num_warps=WARPS.value,
+        SCORES=scores_layout(rows, warps),
+        num_warps=warps,
         enable_fp_fusion=False,
         launch_pdl=True,
         **({"maxnreg": form.registers} if form.registers else {}),
