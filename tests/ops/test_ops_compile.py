@@ -185,14 +185,15 @@ def test_contraction_would_be_seen() -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("warps", [4, 8])
 @pytest.mark.parametrize("rows", [4, 8])
-def test_every_score_of_a_split_has_one_place(rows: int) -> None:
+def test_every_score_of_a_split_has_one_place(rows: int, warps: int) -> None:
     """And a row sum meets no other warp."""
     from rl_engine.ops.attention.hopper_paged import scores_layout
 
-    layout = scores_layout(rows, 4)
+    layout = scores_layout(rows, warps)
     parts = (layout.reg_bases, layout.lane_bases, layout.warp_bases)
-    assert [len(part) for part in parts][1:] == [5, 2]
+    assert [len(part) for part in parts][1:] == [5, warps.bit_length() - 1]
     places = {(0, 0, 0)}
     for block, row, key in [basis for part in parts for basis in part]:
         places |= {(b + block, r + row, n + key) for b, r, n in places}
