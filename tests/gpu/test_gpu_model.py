@@ -6,6 +6,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_engine.engines.rollout.builtin.engine import RolloutEngine, RolloutSettings
+from rl_engine.engines.rollout.builtin.engine import Job, RolloutEngine, RolloutSettings
 from rl_engine.engines.train.builtin import TrainEngine
 from rl_engine.engines.types import Request, Sample, canonical
 from rl_engine.models.config import ModelConfig
@@ -85,6 +86,11 @@ def split() -> Operators:
     return ops
 
 
+def controls(config: ModelConfig) -> list[Callable[[], Operators]]:
+    """torch's own operators are one only at head_dim 128: at 64 they agree in all forms of these sizes."""
+    return [split, stock] if config.head_dim == 128 else [split]
+
+
 def rollout(weights: ModelWeights, ops: Operators, **settings: Any) -> RolloutEngine:
     return RolloutEngine(weights.clone(), ops, POSITIONS, RolloutSettings(**settings))
 
@@ -130,12 +136,12 @@ def test_samples_are_ragged(scene: Scene) -> None:
 
 
 def test_trainer_has_the_rollouts_logprobs(scene: Scene) -> None:
-    """Whatever the packing; torch's own operators in both engines do not, nor do sums in halves at few rows."""
+    """Whatever the packing; the controls' differ."""
     reported = rollout_logprobs(scene.samples)
     for packing in ({}, {"fold_tokens": 100}, {"max_tokens": 1100}, {"max_tokens": 10_000}):
         scores = joined(trainer(scene.weights, operators(), **packing).score(scene.samples))
         assert_bitwise(scores, reported, f"packing {packing}")
-    for control in (stock, split):
+    for control in controls(scene.config):
         drawn = rollout(scene.weights, control(), chunk=400).generate(asked(scene.config), 0, SAMPLING)
         scores = joined(trainer(scene.weights, control()).score(drawn))
         assert differing(scores, rollout_logprobs(drawn)) > 0.3 * scores.size, f"{control.__name__} agreed by chance"
@@ -181,9 +187,9 @@ def test_training_prefill_and_decode_are_one_arithmetic(scene: Scene) -> None:
     assert packed.size > 1400
     for values, cut in zip(paged, CUTS, strict=True):
         assert_bitwise(values, packed, f"chunk {cut[0]}, page {cut[1]}")
-    for control, fewest in ((stock, 1000), (split, 500)):
+    for control in controls(scene.config):
         packed, *paged = forms(control, CUTS[:2])
-        assert sum(differing(values, packed) for values in paged) > fewest, f"{control.__name__} agreed by chance"
+        assert sum(differing(values, packed) for values in paged) > 500, f"{control.__name__} agreed by chance"
 
 
 def check_samples(found: list[Sample], expected: list[Sample]) -> None:
@@ -211,14 +217,19 @@ def test_preempted_samples_have_the_same_bits(scene: Scene) -> None:
 
 
 def test_filters_and_temperature(scene: Scene) -> None:
-    """The trainer scores over the retained sets that the rollout drew from."""
+    """The trainer scores over the retained sets that the rollout drew from; raw logprobs are those of temperature 1 and
+    every column."""
     settings = sampling(max_response_len=12, temperature=0.7, top_k=50, top_p=0.9)
-    drawn = rollout(scene.weights, operators()).generate(asked(scene.config), 0, settings)
+    jobs = [Job(request, 0, settings, raw=True) for request in asked(scene.config)]
+    outputs = rollout(scene.weights, operators()).run(jobs)
+    drawn = [output.sample for output in outputs]
     assert all(s.retained is not None for s in drawn)
     scores = joined(trainer(scene.weights, operators(), temperature=0.7).score(drawn))
     assert_bitwise(scores, rollout_logprobs(drawn), "retained sets")
     without = [dataclasses.replace(s, retained=None) for s in drawn]
     assert differing(joined(trainer(scene.weights, operators(), temperature=0.7).score(without)), scores) > 0
+    raw = joined([output.raw_logprobs for output in outputs if output.raw_logprobs is not None])
+    assert_bitwise(raw, joined(trainer(scene.weights, operators()).score(without)), "raw")
 
 
 def record(engine: TrainEngine, samples: list[Sample]) -> dict[str, Any]:
@@ -254,11 +265,12 @@ def proven_table(config: ModelConfig) -> Any:
     from rl_engine.ops import gemm_table
     from rl_engine.qualify.gpu import run
     from rl_engine.qualify.gpu.data import Inputs
+    from rl_engine.qualify.gpu.parts import pool
     from rl_engine.qualify.gpu.products import Folds, Products
 
     inputs, entries, proven = Inputs(), {}, {}
-    with run._pool() as pool:
-        concurrent.futures.wait(run.warm(pool, run.shapes(config), TABLE_ROWS))
+    with pool() as processes:
+        concurrent.futures.wait(run.warm(processes, run.shapes(config), TABLE_ROWS))
     for shape in run.shapes(config):
         prover = (Folds if shape.kind == "fold" else Products)(shape, inputs)
         few = shape.kind == "fold" or (shape.kind == "logits" and shape.columns == config.vocabulary)
@@ -322,6 +334,49 @@ def test_samples_come_in_canonical_order(scene: Scene) -> None:
     """Requests in another order are the same samples."""
     shuffled = rollout(scene.weights, operators(), max_batch=3).generate(asked(scene.config)[::-1], 0, SAMPLING)
     check_samples(canonical(shuffled), scene.samples)
+
+
+def test_second_updates_with_a_reference_model(scene: Scene) -> None:
+    """Off-policy, with a KL term and moments that are not empty: still no packing in the bits."""
+
+    def second(**packing: Any) -> dict[str, Any]:
+        settings = train_settings(lr=3e-4, kl_coef=0.1, **packing)
+        engine = TrainEngine(scene.weights.clone(), operators(), POSITIONS, settings, scene.weights.clone())
+        old, reference = engine.score(scene.samples), engine.score_reference(scene.samples)
+        assert_bitwise(joined(reference), joined(old), "the reference is where the policy starts")
+        engine.step(scene.samples, ADVANTAGES, old, reference)
+        result = engine.step(scene.samples, ADVANTAGES, old, reference)
+        assert result.ratio_mismatches > 0 and result.kl_mean > 0
+        found: dict[str, Any] = {f"gradient of {name}": g.cpu() for name, g in engine.gradients().items()}
+        found |= {f"master of {name}": state.master.cpu() for name, state in engine.state.items()}
+        return found | {"metrics": np.array([result.loss, result.kl_mean, result.grad_norm, result.clip_fraction])}
+
+    expected, actual = second(), second(max_tokens=10_000)
+    for name, values in expected.items():
+        assert_bitwise(actual[name], values, name)
+
+
+@pytest.mark.parametrize("scene", ["llama"], indirect=True)
+def test_files_carry_state_and_weights(scene: Scene, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    from rl_engine.engines.train.state import load_state, save_state
+    from rl_engine.models.checkpoint import load_weights, save_checkpoint
+
+    first, second = (trainer(scene.weights, operators()) for _ in range(2))
+    first.step(scene.samples, ADVANTAGES, first.score(scene.samples))
+    for folder in ("state", "checkpoint"):
+        (tmp_path / folder).mkdir()
+    save_state(first, tmp_path / "state")
+    load_state(second, tmp_path / "state")
+    save_checkpoint(tmp_path / "checkpoint", first.weights)
+    loaded = load_weights(tmp_path / "checkpoint", device=DEVICE)
+    assert second.version == 1 and loaded.config == scene.config
+    for a, b, c in zip(first.weights, second.weights, loaded, strict=True):
+        assert_bitwise(b.value.detach(), a.value.detach(), f"{a.name} from the state")
+        assert_bitwise(c.value, a.value.detach(), f"{a.name} from the checkpoint")
+        assert c.value.device == DEVICE
+        for kind in ("master", "m", "v"):
+            assert_bitwise(getattr(second.state[a.name], kind), getattr(first.state[a.name], kind), f"{kind} {a.name}")
 
 
 def test_operators_must_fit_the_weights_device() -> None:
