@@ -82,6 +82,21 @@ def merge_split(l_all, mu_all, o_all, l, mu, o, O_ROWS: gl.constexpr):
 
 
 @gluon.jit
+def tile(turn):
+    """The tile of this program's turn. They come longest first; every second row of them is dealt out backwards, or the
+    first program would get the longer one every time."""
+    programs, program = gl.num_programs(0), gl.program_id(0)
+    return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
+
+
+@gluon.jit
+def turns(total):
+    """How many of ``total`` tiles this program takes."""
+    full = total // gl.num_programs(0)
+    return full + (tile(full) < total).to(gl.int32)
+
+
+@gluon.jit
 def compute(
     part: gl.constexpr, q_s, k_s, v_s, full_q, empty_q, full_k, empty_k, full_v, empty_v, out, lse, c,
     items, heads, total, out_token, out_head, lse_head,
@@ -96,8 +111,8 @@ def compute(
     V_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     zero = gl.zeros((64, BLOCK), gl.float32, layout=S_MMA)
     step = 0
-    turn = 0  # the parity of the tile
-    for work in range(gl.program_id(0), total, gl.num_programs(0)):
+    for turn in range(0, turns(total)):
+        work = tile(turn)
         head = work % heads
         item = items + (work // heads) * 4
         first, position, count = gl.load(item), gl.load(item + 1), gl.load(item + 2)
@@ -113,7 +128,7 @@ def compute(
         o = gl.zeros((64, D), gl.float32, layout=O_MMA)
         o_all = o
         q = q_s.index(part)
-        mbarrier.wait(full_q.index(part), turn)
+        mbarrier.wait(full_q.index(part), turn & 1)
         mbarrier.wait(full_k.index(step % STAGES), step // STAGES & 1)
         s = warpgroup_mma(q, k_s.index(step % STAGES).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
@@ -177,7 +192,6 @@ def compute(
             n = 64 * part + gl.arange(0, 64, layout=ROWS)
             gl.store(lse + head.to(gl.int64) * lse_head + first + n, mu_all + gl.log2(l_all), mask=n < count)
         step += every
-        turn ^= 1
 
 
 @gluon.jit
@@ -207,14 +221,14 @@ def bring(
 ):  # fmt: skip
     """Copies Q, then K and V block by block, of tile after tile, into slots that both groups have given back."""
     step = 0
-    turn = 0  # the parity of the tile
-    for work in range(gl.program_id(0), total, gl.num_programs(0)):
+    for turn in range(0, turns(total)):
+        work = tile(turn)
         head = work % heads
         item = items + (work // heads) * 4
         first, position, count, start = gl.load(item), gl.load(item + 1), gl.load(item + 2), gl.load(item + 3)
         q_column, k_column = head * D, head // GROUP * D
         for part in gl.static_range(2):
-            mbarrier.wait(empty_q.index(part), turn ^ 1)
+            mbarrier.wait(empty_q.index(part), (turn & 1) ^ 1)
             mbarrier.expect(full_q.index(part), q_d.block_type.nbytes)
             tma.async_copy_global_to_shared(q_d, [first + 64 * part, q_column], full_q.index(part), q_s.index(part))
         for block in range(0, (position + count - 1) // BLOCK + 1):
@@ -226,7 +240,6 @@ def bring(
             mbarrier.expect(full_v.index(slot), v_d.block_type.nbytes)
             tma.async_copy_global_to_shared(v_d, [start + block * BLOCK, k_column], full_v.index(slot), v_s.index(slot))
             step += 1
-        turn ^= 1
 
 
 @gluon.jit
