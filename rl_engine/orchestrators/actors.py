@@ -76,7 +76,8 @@ class _Worker(abc.ABC):
 
         contract = own_contract(self.plan)
         sides = [dict(self.plan.providers.train), dict(self.plan.providers.rollout)]
-        proof = prove(model_config(self.plan), sides, contract)
+        folder = Path(self.store.removeprefix("file://")).parent if self.store else None
+        proof = prove(model_config(self.plan), sides, contract, folder=folder)
         if proof.failed:
             case = proof.failed[0]
             raise QualificationFailed(

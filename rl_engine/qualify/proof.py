@@ -31,6 +31,7 @@ from rl_engine.ops.sample import DrawKey
 from rl_engine.ops.selected_logp import LogpState
 from rl_engine.ops.selected_logp.vocabulary import group_columns
 from rl_engine.ops.weight import Part, Weight
+from rl_engine.qualify.shared import shared
 
 MAX_COLUMNS = 512  # output columns that the slow reference computes of one product
 LARGE = 4194304.0  # 2^22
@@ -372,6 +373,7 @@ def prove(
     sides: Sequence[Mapping[str, str]],
     contract: Contract,
     rows: tuple[int, ...] = (1, 2, 3, 8, 12, 13, 97),
+    folder: Path | None = None,
 ) -> Qualification:
     """Compares every contract provider of a run on the model's shapes; a few seconds.
 
@@ -380,17 +382,10 @@ def prove(
         sides: operator -> provider, for each side of the run; equal sides are proven once.
         contract: the contract in force; its digest enters the qualification's.
         rows: row counts of the products.
+        folder: private to a run; its processes on this machine compare once (:mod:`rl_engine.qualify.shared`).
     """
     started = time.perf_counter()
-    with torch.no_grad():
-        distinct = {tuple(sorted(side.items())): dict(side) for side in sides}
-        cases = tuple(case for names in distinct.values() for case in _Prover(config, names, rows).cases())
-    on_gpu, table = any(name in GPU for side in sides for name in side.values()), ""
-    if on_gpu:
-        table, missing = _gpu_table(config)
-        cases += missing
-    body = {
-        "gpu_table": table,
+    facts = {
         "contract": contract.digest(),
         "kernels": _kernels(sides),
         "operators": _sources(),
@@ -398,8 +393,22 @@ def prove(
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "model": dataclasses.asdict(config),
-        "cases": [dataclasses.asdict(case) for case in cases],
     }
+
+    def compare() -> list[dict[str, Any]]:
+        with torch.no_grad():
+            distinct = {tuple(sorted(side.items())): dict(side) for side in sides}
+            found = (case for names in distinct.values() for case in _Prover(config, names, rows).cases())
+            return [dataclasses.asdict(case) for case in found]
+
+    asked = {"proof": facts, "sides": [dict(side) for side in sides], "rows": list(rows), "library": _library(sides)}
+    found = compare() if folder is None else shared(folder, asked, compare)
+    cases = tuple(Case(**case) for case in found)
+    on_gpu, table = any(name in GPU for side in sides for name in side.values()), ""
+    if on_gpu:
+        table, missing = _gpu_table(config)
+        cases += missing
+    body = {"gpu_table": table, **facts, "cases": [dataclasses.asdict(case) for case in cases]}
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return Qualification(cases, digest, time.perf_counter() - started)
 
@@ -427,6 +436,15 @@ def _sources() -> str:
     for file in sorted(folder.rglob("*.py")):
         digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def _library(sides: Sequence[Mapping[str, str]]) -> str:
+    """SHA-256 of the C kernels that this process has loaded, or empty where no side uses them."""
+    if not any("cpu" in side.values() for side in sides):
+        return ""
+    from rl_engine.ops.library import loaded_digest
+
+    return loaded_digest()
 
 
 def _kernels(sides: Sequence[Mapping[str, str]]) -> str:
