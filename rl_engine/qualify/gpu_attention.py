@@ -39,7 +39,7 @@ from rl_engine.ops.attention.triton import (
 )
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.triton_functions import launch
-from rl_engine.qualify.gpu.cases import Case, close
+from rl_engine.qualify.cases import Case, close
 from rl_engine.qualify.gpu.data import Inputs, differing
 
 LAYOUT = PackedLayout((1, 63, 66, 1100), (4,))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rl_engine.models.config import ModelConfig
+from rl_engine.qualify.cases import Case
 from rl_engine.qualify.gpu import logp
-from rl_engine.qualify.gpu.cases import Case
 from rl_engine.qualify.gpu.data import Inputs
 
 PARTS = ("selected_logp",)

@@ -19,7 +19,7 @@ from rl_engine.ops.rope.triton import can_fuse, qk_norm_rope, qk_norm_rope_backw
 from rl_engine.ops.sample import DrawKey
 from rl_engine.ops.triton_functions import exp, launch, reciprocal
 from rl_engine.ops.weight import Part, Weight
-from rl_engine.qualify.gpu.cases import Case, close
+from rl_engine.qualify.cases import Case, close
 from rl_engine.qualify.gpu.data import Inputs, differing
 
 LAYOUT = PackedLayout((1, 17, 85, 200), (1, 3))

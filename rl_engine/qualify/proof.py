@@ -31,23 +31,13 @@ from rl_engine.ops.sample import DrawKey
 from rl_engine.ops.selected_logp import LogpState
 from rl_engine.ops.selected_logp.vocabulary import group_columns
 from rl_engine.ops.weight import Part, Weight
+from rl_engine.qualify.cases import Case
 from rl_engine.qualify.shared import shared
 
 MAX_COLUMNS = 512  # output columns that the slow reference computes of one product
 LARGE = 4194304.0  # 2^22
 UNIT = 0.30078125  # a bf16 value
 FALLBACK_ROWS = 512
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One comparison. ``differing`` of ``elements`` outputs differ in bits."""
-
-    operator: str
-    provider: str
-    what: str
-    elements: int
-    differing: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +50,7 @@ class Qualification:
 
     @property
     def failed(self) -> tuple[Case, ...]:
-        return tuple(case for case in self.cases if case.differing)
+        return tuple(case for case in self.cases if not case.holds)
 
 
 def differing(a: Tensor, b: Tensor) -> int:

@@ -13,7 +13,7 @@ from rl_engine.ops.selected_logp import triton as kernels
 from rl_engine.ops.selected_logp.triton import TritonLogp
 from rl_engine.ops.selected_logp.vocabulary import group_columns, groups
 from rl_engine.ops.weight import Part, Weight
-from rl_engine.qualify.gpu.cases import Case
+from rl_engine.qualify.cases import Case
 from rl_engine.qualify.gpu.data import Inputs, differing, poisoned
 from rl_engine.qualify.gpu.logp_controls import fused_merge, wrong_state
 

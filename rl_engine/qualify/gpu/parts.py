@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 
 from rl_engine.models.config import ModelConfig
-from rl_engine.qualify.gpu.cases import Case
+from rl_engine.qualify.cases import Case
 from rl_engine.qualify.gpu.data import Inputs
 
 PROCESSES = 14  # each starts an interpreter and opens the device, some seconds of a core

@@ -20,7 +20,7 @@ from rl_engine.ops import gemm_table, triton_gemm
 from rl_engine.ops.gemm_table import Choice, NotQualified, Table
 from rl_engine.ops.selected_logp.vocabulary import group_columns
 from rl_engine.ops.triton_gemm import Tile
-from rl_engine.qualify.gpu.cases import Case
+from rl_engine.qualify.cases import Case
 from rl_engine.qualify.gpu.controls import wrong_product
 from rl_engine.qualify.gpu.data import Inputs, differing, poisoned
 from rl_engine.qualify.gpu.parts import collect, pool, submit
