@@ -157,8 +157,8 @@ def test_gpu_figures_depend_on_the_code_that_decides_them_and_on_no_other(family
     found = {str(file.relative_to(ROOT)) for file in sources(ROOT / "benchmarks" / "gpu" / f"{family}.py")}
     inside, outside = ({f"rl_engine/{name}" for name in names.split()} for names in SOURCES[family])
     assert all((ROOT / name).is_file() for name in inside | outside)
-    inside |= {f"benchmarks/gpu/{family}.py", "benchmarks/gpu/device.py", "rl_engine/qualify/gpu/timing.py"}
-    inside |= {f"rl_engine/qualify/gpu/{name}.py" for name in ("data", "cases", "parts")}
+    inside |= {f"benchmarks/gpu/{family}.py", "benchmarks/gpu/device.py", "rl_engine/qualify/cases.py"}
+    inside |= {f"rl_engine/qualify/gpu/{name}.py" for name in ("data", "parts", "timing")}
     assert inside <= found and not outside & found
     assert not found & {f"benchmarks/gpu/{name}.py" for name in FAMILIES if name != family}
     assert not any(name.replace("/", ".").removesuffix(".py").removesuffix(".__init__") in ENDS for name in found)
