@@ -24,11 +24,11 @@ EXPECTED = "a readable path"
 _QUALIFICATION = """
 import json, sys
 try:
-    from rl_engine.qualify.status import status
+    from rl_engine.qualify.status import gpu_status, status
 except ModuleNotFoundError:
     print(json.dumps({"state": "none"}))
 else:
-    print(json.dumps(status(sys.argv[1])))
+    print(json.dumps(gpu_status(sys.argv[2]) if sys.argv[2] else status(sys.argv[1])))
 """
 
 
@@ -178,13 +178,13 @@ def qualification(resolved: ResolvedPlan) -> Iterator[Finding]:
     """Whether the providers of this plan were proven on this machine with these versions."""
     if resolved.plan.mode == "native":
         return
-    root = dict(resolved.plan.paths).get("rl_kernel_root", "")
-    answer = ask(
-        resolved.plan.python, _QUALIFICATION, ASK_SECONDS, [resolved.plan.contract_digest], {"PYTHONPATH": root}
-    )
+    plan = resolved.plan
+    root = dict(plan.paths).get("rl_kernel_root", "")
+    words = [plan.contract_digest, plan.model_root if plan.backend == "cuda" else ""]
+    answer = ask(plan.python, _QUALIFICATION, ASK_SECONDS, words, {"PYTHONPATH": root})
     state, hint = answer.text("state"), "rlk-repro qualify"
     if answer.error or state in ("", "none"):
-        found = answer.error or "no record"
+        found = answer.error or answer.text("detail") or "no record"
         yield Finding(
             "qualification", "WARN", found, "a record for this machine", "run proves the providers at its start"
         )

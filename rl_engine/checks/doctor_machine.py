@@ -18,6 +18,7 @@ SMI_SECONDS = 20.0
 SHARED_MEMORY = Path("/dev/shm")
 GIB = 2**30
 BUSY_BYTES = 2 * GIB
+CONTEXT_BYTES = GIB // 2  # of a GPU, what CUDA and its libraries take in every process
 _QUERY = "index,name,memory.total,memory.used,utilization.gpu,driver_version"
 
 
@@ -70,6 +71,25 @@ def _nvidia(resolved: ResolvedPlan) -> Iterator[Finding]:
     if rows:
         least = min(_number(row[2]) for row in rows) / 1024
         yield passed("gpu driver", f"driver {rows[0][5]}, {least:.0f} GiB per GPU", "any")
+
+
+def device_memory(resolved: ResolvedPlan) -> Iterator[Finding]:
+    """The memory of the GPU that built-in engines share against the plan's estimate."""
+    plan = resolved.plan
+    if (plan.backend, plan.stack) != ("cuda", "builtin") or plan.model is None:
+        return
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or "0"
+    query = ["nvidia-smi", "-i", first, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    out, error = run_child(query, SMI_SECONDS)
+    total = _number((out.splitlines() or [""])[0].strip()) * 2**20
+    needs = train_memory(plan).total + rollout_memory(plan, None).total + 2 * CONTEXT_BYTES
+    yield judged(
+        "gpu memory",
+        not error and total >= needs,
+        error or f"{total / GIB:.1f} GiB",
+        f"{needs / GIB:.1f} GiB for trainer and rollout engine",
+        "lower --max-tokens-per-gpu, --rollout-batch-size or --max-response-len, or use a smaller model",
+    )
 
 
 def _number(text: str) -> float:

@@ -68,7 +68,7 @@ class ProviderPlan:
     """Provider of every operator on both sides, as sorted (operator, provider) pairs.
 
     Operators: see ``rl_engine.ops.OPERATORS``. Providers: ``stock`` (torch's own operators), ``cpu`` (the C chain),
-    ``torch`` (the fallback without a C compiler).
+    ``torch`` (the fallback without a C compiler); on a GPU ``cublaslt`` (products by the proven table) and ``triton``.
     """
 
     train: tuple[tuple[str, str], ...]

@@ -25,9 +25,9 @@ def refuse_unbuilt(resolved: Sequence[ResolvedPlan]) -> None:
             "stack builtin: this version plans the others but does not run them",
             "--stack builtin",
         )
-    if plan.backend != "cpu":
+    if plan.backend == "rocm":
         raise UserError(
-            f"--backend {plan.backend}", "backend cpu: this version's built-in engines run on a CPU", "--backend cpu"
+            "--backend rocm", "backend cpu or cuda: this version's built-in engines run there", "--backend cpu"
         )
     if plan.engine.pd:
         raise UserError(
@@ -39,22 +39,22 @@ def refuse_unbuilt(resolved: Sequence[ResolvedPlan]) -> None:
         value = next((value for value in resolved[0].values if value.name == name), None)
         if value is not None and value.source == "flag":
             raise UserError(
-                f"{value.origin} with the built-in engines on a CPU",
+                f"{value.origin} with the built-in engines",
                 f"a run without it: {what}",
                 f"leave {value.origin} out",
             )
 
 
 _NOT_HONOURED = (
-    ("vllm_gpu_memory_utilization", "memory is taken as it is needed there"),
-    ("native_deterministic", "stock operators have no determinism flags there"),
-    ("ray_port", "its Ray head takes a free port"),
-    ("ray_dashboard_port", "its Ray head takes a free port"),
+    ("vllm_gpu_memory_utilization", "they take memory as they need it"),
+    ("native_deterministic", "their stock operators have no determinism flags"),
+    ("ray_port", "their Ray head takes a free port"),
+    ("ray_dashboard_port", "their Ray head takes a free port"),
 )
 
 
 def _refuse_groups(resolved: Sequence[ResolvedPlan]) -> None:
-    """Stock operators run on one rank; rollout context parallelism is not built."""
+    """Stock operators and a GPU's engines run on one rank; rollout context parallelism is not built."""
     for item in resolved:
         plan, shape = item.plan, item.plan.topology
         if shape.rollout_cp > 1:
@@ -65,6 +65,13 @@ def _refuse_groups(resolved: Sequence[ResolvedPlan]) -> None:
             )
         stock = "stock" in {name for side in (plan.providers.train, plan.providers.rollout) for _, name in side}
         ranks = max(shape.train_tp * shape.train_cp, shape.rollout_tp)
+        if plan.backend == "cuda" and max(ranks, shape.rollout_engines) > 1:
+            raise UserError(
+                f"--tp {shape.train_tp} --cp {shape.train_cp} --rollout-tp {shape.rollout_tp} with "
+                f"{shape.rollout_engines} rollout engines on backend cuda",
+                "one trainer rank and one rollout engine on one GPU: this version's ranks exchange on a CPU only",
+                "--tp 1 --cp 1 --rollout-tp 1, or --backend cpu",
+            )
         if plan.contract_id.endswith("-chain256") and ranks > 1:
             raise UserError(
                 f"{ranks} ranks without a C compiler",

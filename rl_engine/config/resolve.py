@@ -38,7 +38,7 @@ from rl_engine.config.plan import (
     Topology,
 )
 from rl_engine.config.profile import LoadedProfile, choose_profile, profile_default
-from rl_engine.numerics.contract import Contract
+from rl_engine.numerics.contract import DEVICE_KINDS, Contract
 from rl_engine.records.errors import UserError
 
 PLAN_SCHEMA = "rlkernel.plan.v1"
@@ -51,6 +51,7 @@ KEPT_OURS = (
     "adamw",
     "grad_norm",
 )  # same noise and optimizer in both arms: only the model's arithmetic differs
+PRODUCTS = ("linear", "lm_head")  # on an NVIDIA GPU by the proven table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,6 +283,8 @@ class _Resolver:
         backend, stack = self.backend(), self.text("stack")
         ours = ("cpu" if self.request.host.chain else "torch") if backend == "cpu" else "triton"
         table = {operator: ours for operator in OPERATORS}
+        if backend == "cuda":
+            table.update(dict.fromkeys(PRODUCTS, "cublaslt"))
         if mode == "native":
             kept = () if stack == "vime" else KEPT_OURS
             table = {operator: ours if operator in kept else "stock" for operator in OPERATORS}
@@ -383,7 +386,7 @@ class _Resolver:
         largest = min(math.ceil(samples / shape.rollout_engines), MAX_CAPTURE)
         return EnginePlan(
             memory,
-            () if self.backend() == "cpu" else tuple(range(1, largest + 1)),
+            () if self.backend() == "cpu" or self.text("stack") == "builtin" else tuple(range(1, largest + 1)),
             self.switch("oversubscribe"),
             pd,
             self.switch("native_deterministic"),
@@ -402,7 +405,7 @@ class _Resolver:
         sampling = self.sampling()
         rules.check_model(shape, facts, sampling.top_k)
         backend, stack = self.backend(), self.text("stack")
-        kind = {"cpu": "cpu", "cuda": "cuda-sm90", "rocm": "rocm-gfx942"}[backend]
+        kind = DEVICE_KINDS[backend]
         gemm = "chain256" if backend == "cpu" and not self.request.host.chain else "chain"
         fold = self.whole("fold_tokens", (Contract().fold_tokens, "the contract's"))
         contract = Contract(device_kind=kind, gemm=gemm, fold_tokens=fold)

@@ -96,7 +96,7 @@ class Watch:
         assert self.places[self._call].operator == operator, "forward passes call the same operators in the same order"
         assert self._wanted is not None
         for row, position in self._wanted:
-            self.rows[self._call].setdefault(position, out[row].detach().flatten().clone())
+            self.rows[self._call].setdefault(position, out[row].detach().flatten().to("cpu", copy=True))
         self._call += 1
 
 

@@ -15,10 +15,44 @@ from rl_engine.models.checkpoint import load_weights
 from rl_engine.models.config import ModelConfig, UnsupportedModel, read_config
 from rl_engine.models.sharding import LayoutRefused, Sharding
 from rl_engine.models.weights import ModelWeights, WeightMismatch
+from rl_engine.numerics.contract import DEVICE_KINDS
 from rl_engine.ops import Operators, library
+from rl_engine.ops.device import driver
+from rl_engine.ops.weight import CPU
 from rl_engine.parallel import Mesh, join_mesh, single_mesh
 from rl_engine.records.errors import UserError
 from rl_engine.records.types import Side, ThreadSettings
+
+
+def device_of(plan: Plan) -> torch.device:
+    """Where the engines of a plan compute: the CPU, or the first GPU that this process sees.
+
+    Raises:
+        UserError: torch sees no GPU, or one of a kind that the contract was not proven on.
+    """
+    if plan.backend == "cpu":
+        return CPU
+    if not torch.cuda.is_available():
+        raise UserError(
+            f"no GPU that torch {torch.__version__} sees", "a CUDA build of torch and a driver", "rlk-repro doctor"
+        )
+    name, (major, minor) = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
+    if torch.version.cuda is None or f"cuda-sm{major}{minor}" != DEVICE_KINDS[plan.backend]:
+        raise UserError(
+            f"{name} (compute capability {major}.{minor})", "9.0: the operators are proven on Hopper", "--backend cpu"
+        )
+    return torch.device("cuda", 0)
+
+
+def device_words(device: torch.device) -> tuple[str, str | None]:
+    """(device, driver) as evidence names them; no driver on a CPU, or where it does not say its version."""
+    if device.type == "cpu":
+        return f"cpu {torch.backends.cpu.get_cpu_capability()}", None
+    try:
+        version = driver()
+    except OSError:
+        version = None
+    return torch.cuda.get_device_name(device), version
 
 
 def use_threads(plan: Plan) -> ThreadSettings:
@@ -62,12 +96,12 @@ def read_weights(plan: Plan, mesh: Mesh | None = None) -> ModelWeights:
     """The starting weights, or this rank's rows of them.
 
     Raises:
-        UserError: the checkpoint is damaged or incomplete, or cannot be cut for so many ranks.
+        UserError: the checkpoint is damaged or incomplete, or cannot be cut for so many ranks; no device for it.
     """
     tp = mesh.tp if mesh is not None else single_mesh().tp
     try:
         config = model_config(plan)
-        return load_weights(Path(plan.model_root), config, Sharding(config, tp.size, tp.index))
+        return load_weights(Path(plan.model_root), config, Sharding(config, tp.size, tp.index), device_of(plan))
     except WeightMismatch as error:
         raise UserError(str(error), "a complete safetensors checkpoint", "restore it, or prepare it again") from error
     except LayoutRefused as error:

@@ -171,20 +171,25 @@ def _execute(args: argparse.Namespace, *, dry_run: bool, detach: bool) -> int:
         ensure(directory, _talk)
         resolved = resolve(request)  # the shape now comes from the checkpoint itself
     check_inputs(resolved)
-    _check_disk(resolved[0])
+    _check_machine(resolved[0])
     plans = [item.plan for item in resolved]
     if detach:
         return _room("rl_engine.orchestrators.detached", "run --detach").start(plans, json_output=args.json)
     return _room("rl_engine.orchestrators.runs", "run").run(plans, json_output=args.json)
 
 
-def _check_disk(subject: object) -> None:
-    from rl_engine.checks.doctor_machine import disk
+def _check_machine(subject: object) -> None:
+    """Refuses what would fail later: a full disk, a machine without the plan's GPU, or with too little of its memory.
+
+    A GPU that is in use is only ``doctor``'s business.
+    """
+    from rl_engine.checks.doctor_machine import device_memory, disk, gpus
     from rl_engine.records.errors import UserError
 
-    for finding in disk(subject):
-        if finding.status == "FAIL":
-            raise UserError(f"disk: {finding.found}", finding.expected, finding.hint)
+    for check in (disk, gpus, device_memory):
+        for finding in check(subject):
+            if finding.status == "FAIL" and finding.name in ("disk", "gpus", "gpu memory"):
+                raise UserError(f"{finding.name}: {finding.found}", finding.expected, finding.hint)
 
 
 def _prepare(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from rl_engine.config.plan import Plan
 from rl_engine.engines.evidence import route_records
 from rl_engine.engines.types import Request, Sample, UpdateResult, WeightSnapshot
-from rl_engine.numerics.contract import Contract
+from rl_engine.numerics.contract import DEVICE_KINDS, Contract
 from rl_engine.orchestrators.memory import peak_resident, return_memory
 from rl_engine.orchestrators.tokens import Tokenizer
 from rl_engine.records.environment import collect_environment, source_record
@@ -31,7 +31,7 @@ class QualificationFailed(RuntimeError):
 def own_contract(plan: Plan) -> Contract:
     """The contract that this process' code computes with, for the plan's fold units and compiler."""
     gemm = "chain256" if plan.contract_id.endswith("-chain256") else "chain"
-    return Contract(gemm=gemm, fold_tokens=plan.fold_tokens)
+    return Contract(device_kind=DEVICE_KINDS[plan.backend], gemm=gemm, fold_tokens=plan.fold_tokens)
 
 
 class _Worker(abc.ABC):
@@ -55,16 +55,25 @@ class _Worker(abc.ABC):
 
         Raises:
             QualificationFailed: a provider's bits are wrong here.
-            UserError: a checkpoint that cannot be used.
+            UserError: a checkpoint or a device that cannot be used.
             PeerLost: another rank did not come.
         """
-        from rl_engine.engines.setup import join, use_threads
+        from rl_engine.engines.setup import device_of, join, use_threads
 
         self.threads: ThreadSettings = use_threads(self.plan)
+        self.device = device_of(self.plan)
         self.qualification = self._prove() if self.plan.mode == "consistency" else None
         self.mesh = join(self.plan, self.side, self.rank, self.store)
         self._open_engine()
+        self._return_memory()
+
+    def _return_memory(self) -> None:
+        """What is free goes back to the system, and on a GPU to the other engine's process."""
+        import torch
+
         return_memory()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @abc.abstractmethod
     def _open_engine(self) -> None:
@@ -93,9 +102,14 @@ class _Worker(abc.ABC):
         """(done, all) of the call in progress."""
         return self._progress
 
-    def peak_resident(self) -> int:
-        """Bytes of this process at its peak."""
-        return peak_resident()
+    def peaks(self) -> dict[str, int]:
+        """Bytes of this process at its peak, in host memory and on its GPU."""
+        import torch
+
+        found = {"peak_rss_bytes": peak_resident()}
+        if self.device.type == "cuda":
+            found["peak_device_bytes"] = torch.cuda.max_memory_reserved(self.device)
+        return found
 
     def sent(self) -> dict[str, int]:
         """Bytes that this rank sent to others, by purpose."""
@@ -107,15 +121,17 @@ class _Worker(abc.ABC):
 
     def environment(self, phase: Any = "start") -> EnvironmentRecord:
         """This process, for the evidence."""
-        import torch
+        from rl_engine.engines.setup import device_words
 
         contract = own_contract(self.plan)
+        device, driver = device_words(self.device)
         return collect_environment(
             phase=phase,
             role=self.side,
             engine=self.name,
             rank=self.rank,
-            device=f"cpu {torch.backends.cpu.get_cpu_capability()}",
+            device=device,
+            driver=driver,
             contract_id=contract.id,
             contract_digest=contract.digest(),
             qualification_digest=self.qualification,
@@ -138,7 +154,7 @@ class TrainWorker(_Worker):
         self._report(0, 0)
         logprobs = self.engine.score(samples, self._report)
         reference = self.engine.score_reference(samples) if self.plan.loss.kl_coef > 0 else None
-        return_memory()
+        self._return_memory()
         return logprobs, reference, time.perf_counter() - started
 
     def step(
@@ -147,7 +163,7 @@ class TrainWorker(_Worker):
         self._report(0, 0)
         result = self.engine.step(samples, advantages, old, reference, self._report)
         self.engine.release_gradients()
-        return_memory()
+        self._return_memory()
         return result
 
     def save(self, folder: str) -> None:
@@ -209,7 +225,7 @@ class RolloutWorker(_Worker):
     def load_weights(self, *snapshots: WeightSnapshot) -> None:
         """This rank's rows of the trainer ranks' snapshots."""
         self._digests = self.engine.load_weights(snapshots)
-        return_memory()
+        self._return_memory()
 
     def routes(self) -> list[RouteRecord]:
         return route_records(self.engine.ops.routes(), self.side)
@@ -224,10 +240,12 @@ class BaselineWorker:
     def measure(self, prompts: list[list[int]]) -> tuple[int, float]:
         """(new tokens, seconds)."""
         from rl_engine.engines.rollout.transformers_baseline import measure
-        from rl_engine.engines.setup import use_threads
+        from rl_engine.engines.setup import device_of, use_threads
 
         use_threads(self.plan)
+        sampling = self.plan.sampling
         speed = measure(
-            Path(self.plan.model_root), prompts, self.plan.sampling.max_response_len, self.plan.sampling.temperature
+            *(Path(self.plan.model_root), prompts, sampling.max_response_len, sampling.temperature),
+            device_of(self.plan),
         )
         return speed.tokens, speed.seconds

@@ -364,8 +364,8 @@ class LocalRun:
             for member, sent in self.guard(lambda: self.fleet.every("sent")):
                 if sent:
                     self.writer.event("bytes_sent", engine=member.engine, rank=member.rank, **sent)
-            for member, peak in self.guard(lambda: self.fleet.every("peak_resident")):
-                sizes = {"peak_pss_bytes": memory.peaks.get(self.pids[member.name], 0), "peak_rss_bytes": peak}
+            for member, peaks in self.guard(lambda: self.fleet.every("peaks")):
+                sizes = {"peak_pss_bytes": memory.peaks.get(self.pids[member.name], 0), **peaks}
                 self.writer.event("worker_memory", engine=member.engine, rank=member.rank, **sizes)
         self._environment("end")
         self.writer.event("memory", peak_pss_bytes=memory.peak)

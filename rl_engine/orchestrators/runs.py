@@ -12,6 +12,7 @@ from pathlib import Path
 from rl_engine.config.plan import Plan
 from rl_engine.orchestrators.actors import BaselineWorker
 from rl_engine.orchestrators.display import Display
+from rl_engine.orchestrators.gpu_proof import ensure_proof
 from rl_engine.orchestrators.interrupts import hear, interruptible
 from rl_engine.orchestrators.local import LocalRun, RunFailed
 from rl_engine.orchestrators.memory import MemoryWatch
@@ -100,6 +101,7 @@ def _run_all(runs: list[LocalRun], display: Display, word: Word) -> int:
     baseline = None
     with MemoryWatch() as memory, contextlib.ExitStack() as stack:
         if open_runs:
+            ensure_proof([local.plan for local in open_runs], display)
             with display.task("starting Ray"):
                 head = stack.enter_context(ray_head(plans[0].threads, model_bytes, word.folder))
         # Both directories of a pair before its first run: whatever happens then, both plans are there to go on with.

@@ -113,6 +113,7 @@ def _gpu(config: ModelConfig, tp_sizes: tuple[int, ...], *, again: bool, as_json
     record = None if again else run.kept(config, tp_sizes)
     told = "proven earlier (--again proves anew)"
     if record is None:
+        _say(f"proving this GPU's operators for {run.model(config)}: one to three minutes, then it is kept")
         try:
             result = run.prove(config, tp_sizes, say=_say)
         except NotQualified as error:

@@ -396,14 +396,14 @@ def prove(
     cases = tuple(Case(**case) for case in found)
     on_gpu, table = any(name in GPU for side in sides for name in side.values()), ""
     if on_gpu:
-        table, missing = _gpu_table(config)
+        table, missing = gpu_table(config)
         cases += missing
     body = {"gpu_table": table, **facts, "cases": [dataclasses.asdict(case) for case in cases]}
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return Qualification(cases, digest, time.perf_counter() - started)
 
 
-def _gpu_table(config: ModelConfig) -> tuple[str, tuple[Case, ...]]:
+def gpu_table(config: ModelConfig) -> tuple[str, tuple[Case, ...]]:
     """(digest of the GPU's own proof, one failed case where it is missing, stale or of another model)."""
     from rl_engine.ops import gemm_table
     from rl_engine.qualify.gpu.run import model, shapes

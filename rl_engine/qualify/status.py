@@ -35,6 +35,17 @@ def remember(contract_id: str, digest: str, failed: int) -> None:
         (cache_folder() / NAME).write_text(json.dumps(body, indent=1))
 
 
+def gpu_status(model_root: str) -> dict[str, str]:
+    """The same of this GPU's proof, for the model in ``model_root``; ``none`` where it must be made."""
+    from rl_engine.models.config import read_config
+    from rl_engine.qualify.proof import gpu_table
+
+    digest, missing = gpu_table(read_config(Path(model_root)))
+    if missing:
+        return {"state": "none", "detail": missing[0].what}
+    return {"state": "fresh", "detail": f"digest {digest[:16]}"}
+
+
 def status(contract_digest: str) -> dict[str, str]:
     """``state`` (``fresh``, ``stale`` or ``none``) and ``detail`` in words.
 

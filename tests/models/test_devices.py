@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 import torch
 
+from rl_engine.engines.setup import device_of
 from rl_engine.models.decoder import Decoder
 from rl_engine.models.sharding import LayoutRefused, Sharding
 from rl_engine.models.weights import random_weights
 from rl_engine.ops import Operators, uniform
 from rl_engine.ops.operators import WrongDevice
 from rl_engine.parallel import Group, Mesh
+from rl_engine.records.errors import UserError
 from tests.helpers.models import llama
+from tests.helpers.synthetic_run import make_plan
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SMALL = {"layers": 1, "hidden": 64, "intermediate": 96, "heads": 2, "kv_heads": 2, "head_dim": 32, "vocabulary": 300}
@@ -51,6 +57,25 @@ def test_several_ranks_on_a_gpu_are_refused() -> None:
     pair, alone = Group((0, 1), 0), Group((0,), 0)
     with pytest.raises(LayoutRefused, match="several ranks with weights on cuda:0"):
         Decoder(weights, ops, 16, Mesh(pair, alone, pair))
+
+
+def test_a_plans_device_is_there_and_of_the_proven_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(tmp_path)
+    assert device_of(plan) == CPU
+    plan = dataclasses.replace(plan, backend="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="no GPU that torch"):
+        device_of(plan)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
+    for cuda, capability, good in (("13.0", (9, 0), True), ("13.0", (8, 0), False), (None, (9, 0), False)):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, found=capability: found)
+        if good:
+            assert device_of(plan) == GPU
+        else:
+            with pytest.raises(UserError, match=r"Some GPU \(compute capability"):
+                device_of(plan)
 
 
 def test_weights_say_where_they_lie() -> None:

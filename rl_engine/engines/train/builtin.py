@@ -147,6 +147,8 @@ class TrainEngine:
         self.decoder.place.finish_embedding(self.weights.embedding)
         for weight in self.weights:
             self.decoder.place.fold_gradients(weight, self.own_rows(weight))
+        if self.weights.device.type == "cuda":
+            torch.cuda.synchronize(self.weights.device)  # its kernels run behind this process
         trained = time.perf_counter()
         norm, changed = self._update()
         return UpdateResult(

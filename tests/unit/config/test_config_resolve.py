@@ -15,6 +15,8 @@ from rl_engine.config.model_facts import pad_vocab
 from rl_engine.config.options import OPERATORS
 from rl_engine.config.paths import REPOSITORY
 from rl_engine.config.preflight import check_inputs, refuse_unbuilt, wants_demo_model
+from rl_engine.config.resolve import KEPT_OURS
+from rl_engine.numerics.contract import Contract
 from rl_engine.records.errors import UserError
 
 DEMO = REPOSITORY / "configs/demo/cpu-smollm2.json"
@@ -295,7 +297,9 @@ def test_what_is_not_built_is_refused(plan_for):
     refuse_unbuilt(plan_for())
     for build in (
         lambda: refuse_unbuilt(plan_for(stack="megatron-vllm")),
-        lambda: refuse_unbuilt(plan_for(backend="cuda")),
+        lambda: refuse_unbuilt(plan_for(backend="rocm")),
+        lambda: refuse_unbuilt(plan_for(backend="cuda", tp_size="3", oversubscribe=True)),
+        lambda: refuse_unbuilt(plan_for(backend="cuda", mode="consistency", rollout_tp_size="3", oversubscribe=True)),
         lambda: refuse_unbuilt(plan_for(pd=True)),
         lambda: refuse_unbuilt(plan_for(tp_size="3")),
         lambda: refuse_unbuilt(plan_for(rollout_tp_size="3")),
@@ -305,6 +309,22 @@ def test_what_is_not_built_is_refused(plan_for):
     ):
         with pytest.raises(UserError):
             build()
+
+
+def test_one_gpu_runs_with_the_providers_that_its_proof_names(plan_for):
+    native, consistency = (
+        item.plan for item in plan_for(backend="cuda", host=HostFacts(8, "cuda", True), mode="paired")
+    )
+    refuse_unbuilt(plan_for(backend="cuda"))
+    products = {"linear": "cublaslt", "lm_head": "cublaslt"}
+    for side in (consistency.providers.train, consistency.providers.rollout):
+        assert dict(side) == {**dict.fromkeys(OPERATORS, "triton"), **products}
+    kept = dict.fromkeys(KEPT_OURS, "triton")
+    assert dict(native.providers.train) == {**dict.fromkeys(OPERATORS, "stock"), **kept}
+    assert consistency.contract_id == "rlk.v1/cuda-sm90"
+    assert (
+        consistency.contract_digest == Contract(device_kind="cuda-sm90", fold_tokens=consistency.fold_tokens).digest()
+    )
 
 
 def test_padded_vocabulary():

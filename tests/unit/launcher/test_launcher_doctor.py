@@ -239,6 +239,19 @@ def test_gpus_through_a_fake_nvidia_smi(tmp_path, monkeypatch):
     assert (finding.status, finding.found) == ("FAIL", "NVIDIA-SMI has failed")
 
 
+def test_memory_of_the_gpu_that_both_engines_share(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert list(doctor_machine.device_memory(resolved())) == []
+    for mib, status in (("81559", "PASS"), ("900", "FAIL"), ("[N/A]", "FAIL")):
+        script(tmp_path, "nvidia-smi", f'test "$2" = 3 && echo "{mib}"')
+        (finding,) = doctor_machine.device_memory(resolved("--backend", "cuda"))
+        assert (finding.name, finding.status) == ("gpu memory", status)
+    script(tmp_path, "nvidia-smi", "echo 'NVIDIA-SMI has failed' >&2; exit 9")
+    (finding,) = doctor_machine.device_memory(resolved("--backend", "cuda"))
+    assert (finding.status, finding.found) == ("FAIL", "NVIDIA-SMI has failed")
+
+
 def test_amd_gpus_other_than_gfx942_are_a_warning(tmp_path, monkeypatch):
     profile = REPOSITORY / "configs/integrations/orchestrators/vime/rocm_attention/mi300x-qwen3-8b.json"
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
