@@ -11,8 +11,9 @@ from torch import Tensor
 
 from rl_engine.engines.types import TensorRows, WeightSnapshot
 from rl_engine.models.weights import ModelWeights
-from rl_engine.numerics.digest import tensor_digest
+from rl_engine.numerics.digest import digest_tensors, tensor_digest
 
+DIGEST_THREADS = 8  # each copies one tensor from a GPU
 Bits = npt.NDArray[np.uint16]
 
 
@@ -55,11 +56,11 @@ def _as_tensor(bits: Bits) -> Tensor:
 def snapshot_digests(snapshots: Sequence[WeightSnapshot]) -> dict[str, str]:
     """Digest of every whole HF tensor, whatever the layout that exported it."""
     names = {name for snapshot in snapshots for name in snapshot.tensors}
-    digests = {}
-    for name in sorted(names):
-        last = max(s.tensors[name].first + len(s.tensors[name].bits) for s in snapshots if name in s.tensors)
-        digests[name] = tensor_digest(name, _as_tensor(rows_of(snapshots, name, 0, last)))
-    return digests
+    rows = {
+        name: (0, max(s.tensors[name].first + len(s.tensors[name].bits) for s in snapshots if name in s.tensors))
+        for name in sorted(names)
+    }
+    return shard_digests(snapshots, rows)
 
 
 def shard_digests(snapshots: Sequence[WeightSnapshot], rows: dict[str, tuple[int, int]]) -> dict[str, str]:
@@ -72,7 +73,8 @@ def shard_digests(snapshots: Sequence[WeightSnapshot], rows: dict[str, tuple[int
 
 def own_digests(weights: ModelWeights) -> dict[str, str]:
     """Digest of the rows that this rank holds of every HF tensor."""
-    return {name: tensor_digest(name, rows.detach()) for name, rows in weights.export().items()}
+    rows = {name: values.detach() for name, values in weights.export().items()}
+    return digest_tensors(rows, min(torch.get_num_threads(), DIGEST_THREADS))
 
 
 def load_snapshots(weights: ModelWeights, snapshots: Sequence[WeightSnapshot]) -> dict[str, str]:

@@ -34,7 +34,7 @@ def map_digest(digests: Mapping[str, str]) -> str:
     return hashlib.sha256(body.encode()).hexdigest()
 
 
-def digest_tensors(tensors: Mapping[str, Any], threads: int = 2) -> dict[str, str]:
+def digest_tensors(tensors: Mapping[str, Any], threads: int) -> dict[str, str]:
     """Digest of every tensor of a map, by name; hashing releases the interpreter lock, so ``threads`` run at once."""
     names = sorted(tensors)
     with ThreadPoolExecutor(max_workers=threads) as pool:
