@@ -23,7 +23,7 @@ CHECKS: tuple[Check, ...] = (
     doctor_software.ray_works,
     doctor_software.plugins,
     doctor_machine.gpus,
-    doctor_machine.device_memory,
+    doctor_machine.shared_gpu,
     doctor_machine.shared_memory,
     doctor_machine.disk,
     doctor_machine.memory,

@@ -18,6 +18,7 @@ SMI_SECONDS = 20.0
 SHARED_MEMORY = Path("/dev/shm")
 GIB = 2**30
 BUSY_BYTES = 2 * GIB
+HOPPER = "9.0"  # what the contract cuda-sm90 is proven on
 CONTEXT_BYTES = GIB // 2  # of a GPU, what CUDA and its libraries take in every process
 _QUERY = "index,name,memory.total,memory.used,utilization.gpu,driver_version"
 
@@ -73,15 +74,18 @@ def _nvidia(resolved: ResolvedPlan) -> Iterator[Finding]:
         yield passed("gpu driver", f"driver {rows[0][5]}, {least:.0f} GiB per GPU", "any")
 
 
-def device_memory(resolved: ResolvedPlan) -> Iterator[Finding]:
-    """The memory of the GPU that built-in engines share against the plan's estimate."""
+def shared_gpu(resolved: ResolvedPlan) -> Iterator[Finding]:
+    """Kind and memory of the GPU that the built-in engines share, its memory against the plan's estimate."""
     plan = resolved.plan
     if (plan.backend, plan.stack) != ("cuda", "builtin") or plan.model is None:
         return
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or "0"
-    query = ["nvidia-smi", "-i", first, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", "-i", first, "--query-gpu=memory.total,compute_cap,name", "--format=csv,noheader,nounits"]
     out, error = run_child(query, SMI_SECONDS)
-    total = _number((out.splitlines() or [""])[0].strip()) * 2**20
+    size, capability, name = (*(cell.strip() for cell in out.partition("\n")[0].split(",", 2)), "", "", "")[:3]
+    found = error or f"{name}, compute capability {capability}"
+    yield judged("gpu kind", capability == HOPPER, found, f"compute capability {HOPPER} (Hopper)", "--backend cpu")
+    total = _number(size) * 2**20
     needs = train_memory(plan).total + rollout_memory(plan, None).total + 2 * CONTEXT_BYTES
     yield judged(
         "gpu memory",

@@ -34,7 +34,9 @@ def device_of(plan: Plan) -> torch.device:
         return CPU
     if not torch.cuda.is_available():
         raise UserError(
-            f"no GPU that torch {torch.__version__} sees", "a CUDA build of torch and a driver", "rlk-repro doctor"
+            f"no GPU that torch {torch.__version__} sees",
+            "a CUDA build of torch and a driver",
+            "install them (rlk-repro doctor looks), or --backend cpu",
         )
     name, (major, minor) = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
     if torch.version.cuda is None or f"cuda-sm{major}{minor}" != DEVICE_KINDS[plan.backend]:

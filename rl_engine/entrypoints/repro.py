@@ -183,12 +183,12 @@ def _check_machine(subject: object) -> None:
 
     A GPU that is in use is only ``doctor``'s business.
     """
-    from rl_engine.checks.doctor_machine import device_memory, disk, gpus
+    from rl_engine.checks.doctor_machine import disk, gpus, shared_gpu
     from rl_engine.records.errors import UserError
 
-    for check in (disk, gpus, device_memory):
+    for check in (disk, gpus, shared_gpu):
         for finding in check(subject):
-            if finding.status == "FAIL" and finding.name in ("disk", "gpus", "gpu memory"):
+            if finding.status == "FAIL" and finding.name in ("disk", "gpus", "gpu kind", "gpu memory"):
                 raise UserError(f"{finding.name}: {finding.found}", finding.expected, finding.hint)
 
 

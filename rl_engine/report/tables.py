@@ -177,16 +177,16 @@ def providers_table(runs: Sequence[RunView]) -> Table:
 def environments_table(runs: Sequence[RunView]) -> Table:
     """Where each process ran, at its start."""
     columns = ("run", "role", "engine", "rank", "host", "device", "driver", "python", "torch", "threads", "contract")
-    columns += ("source", "dirty", "peak_bytes")
+    columns += ("source", "dirty", "peak_bytes", "peak_device_bytes")
     rows: list[tuple[Cell, ...]] = []
     for run in runs:
         peaks = {
-            (event.fields.get("engine"), event.fields.get("rank")): event.fields.get("peak_pss_bytes")
+            (event.fields.get("engine"), event.fields.get("rank")): event.fields
             for event in run.events
             if event.kind == "worker_memory"
         }
         for record in run.environments:
-            peak = peaks.get((record.engine, record.rank))
+            peak = peaks.get((record.engine, record.rank), {})
             if record.phase != "start":
                 continue
             source = next((item for item in record.sources if item.name == "rl_kernel"), None)
@@ -205,7 +205,10 @@ def environments_table(runs: Sequence[RunView]) -> Table:
                     record.contract_id,
                     source.revision if source else None,
                     source.dirty if source else None,
-                    peak if isinstance(peak, int) else None,
+                    *(
+                        size if isinstance(size, int) else None
+                        for size in (peak.get("peak_pss_bytes"), peak.get("peak_device_bytes"))
+                    ),
                 )
             )
     return Table("environments", "Machines and versions", columns, tuple(rows))

@@ -242,14 +242,24 @@ def test_gpus_through_a_fake_nvidia_smi(tmp_path, monkeypatch):
 def test_memory_of_the_gpu_that_both_engines_share(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
-    assert list(doctor_machine.device_memory(resolved())) == []
-    for mib, status in (("81559", "PASS"), ("900", "FAIL"), ("[N/A]", "FAIL")):
-        script(tmp_path, "nvidia-smi", f'test "$2" = 3 && echo "{mib}"')
-        (finding,) = doctor_machine.device_memory(resolved("--backend", "cuda"))
-        assert (finding.name, finding.status) == ("gpu memory", status)
-    script(tmp_path, "nvidia-smi", "echo 'NVIDIA-SMI has failed' >&2; exit 9")
-    (finding,) = doctor_machine.device_memory(resolved("--backend", "cuda"))
-    assert (finding.status, finding.found) == ("FAIL", "NVIDIA-SMI has failed")
+    assert list(doctor_machine.shared_gpu(resolved())) == []
+
+    def judged(answer: str) -> list[tuple[str, str, str]]:
+        script(tmp_path, "nvidia-smi", answer)
+        return [(f.name, f.status, f.found) for f in doctor_machine.shared_gpu(resolved("--backend", "cuda"))]
+
+    for cells, kind, memory in (
+        ("81559, 9.0, NVIDIA H100", "PASS", "PASS"),
+        ("900, 9.0, NVIDIA H100 MIG", "PASS", "FAIL"),
+        ("[N/A], 9.0, NVIDIA H100", "PASS", "FAIL"),
+        ("81559, 8.0, NVIDIA A100", "FAIL", "PASS"),
+        ("81559", "FAIL", "PASS"),
+    ):
+        found = judged(f'test "$2" = 3 && echo "{cells}"')
+        assert [(name, status) for name, status, _ in found] == [("gpu kind", kind), ("gpu memory", memory)], cells
+    assert {(status, found) for _, status, found in judged("echo 'NVIDIA-SMI has failed' >&2; exit 9")} == {
+        ("FAIL", "NVIDIA-SMI has failed")
+    }
 
 
 def test_amd_gpus_other_than_gfx942_are_a_warning(tmp_path, monkeypatch):
