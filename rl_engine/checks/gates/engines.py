@@ -114,12 +114,15 @@ def _execution(evidence: RunEvidence) -> Verdict:
         size = event.fields.get("size")
         if event.kind == "graph_capture" and isinstance(size, int):
             captured[(event.fields.get("engine"), event.fields.get("rank"))].append(size)
+    as_needed = evidence.plan.stack == "builtin"  # there a planned size is captured when a pass first has it
     for engine, rank in sorted(evidence.engines("rollout")):
-        if sorted(captured[(engine, rank)]) != planned:
-            return False, f"{engine}-{rank} captured sizes {sorted(captured[(engine, rank)])[:40]}", "run it again"
+        sizes = sorted(captured[(engine, rank)])
+        if not (sizes and set(sizes) <= set(planned)) if as_needed else sizes != planned:
+            return False, f"{engine}-{rank} captured sizes {sizes[:40]}", "run it again"
     if not any(route.side == "rollout" for route in graphs):
         return False, "no call came from a graph", "run it again"
-    return True, f"{len(planned)} sizes, {sum(route.calls for route in graphs)} calls from graphs", ""
+    sizes_words = f"{len({size for sizes in captured.values() for size in sizes})} of {len(planned)} sizes"
+    return True, f"{sizes_words}, {sum(route.calls for route in graphs)} calls from graphs", ""
 
 
 def _contract(evidence: RunEvidence) -> Verdict:

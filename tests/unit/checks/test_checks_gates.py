@@ -256,6 +256,34 @@ def no_qualification(body: dict[str, Any]) -> None:
     body["qualification_digest"] = None
 
 
+def captured(*sizes: int) -> Break:
+    """A run that plans graphs of 1, 2 and 4 samples, with words about those that were captured."""
+
+    def apply(run: Path) -> None:
+        edit_plan(lambda body: body.update(engine={**body.get("engine", {}), "graph_capture_sizes": [1, 2, 4]}))(run)
+        word = {"time": "2026-01-01T00:00:00Z", "kind": "graph_capture"}
+        lines = [{**word, "fields": {"engine": "engine0", "rank": 0, "size": size}} for size in sizes]
+        edit_lines("events.jsonl", lambda rows: rows.extend(lines))(run)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("sizes", "graph", "passes"),
+    [((1, 4), True, True), ((1, 1, 2), True, True), ((), True, False), ((1, 3), True, False), ((1, 4), False, False)],
+)
+def test_graphs_are_of_planned_sizes_and_replayed(
+    good: Path, tmp_path: Path, sizes: tuple[int, ...], graph: bool, passes: bool
+) -> None:
+    run = tmp_path / "run-1"
+    shutil.copytree(good, run)
+    captured(*sizes)(run)
+    if graph:
+        edit_json(ENGINE, lambda body: body["routes"][0].update(execution="graph"))(run)
+    found = next(finding for finding in run_validation(run) if finding.name == "execution")
+    assert (found.status == "PASS") == passes, found
+
+
 def test_a_good_run_passes(good: Path) -> None:
     findings = run_validation(good)
     assert [finding.name for finding in findings] == [gate.name for gate in GATES]
