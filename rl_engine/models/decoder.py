@@ -15,7 +15,6 @@ from torch import Tensor
 from rl_engine.models.config import ModelConfig
 from rl_engine.models.placement import OneRank
 from rl_engine.models.sharded import Sharded
-from rl_engine.models.sharding import LayoutRefused
 from rl_engine.models.weights import ModelWeights
 from rl_engine.ops import Operators
 from rl_engine.ops.layout import PackedLayout
@@ -110,7 +109,6 @@ class Decoder:
 
     Raises:
         WrongDevice: a provider does not compute where the weights lie.
-        LayoutRefused: several ranks on a GPU.
     """
 
     def __init__(
@@ -127,8 +125,6 @@ class Decoder:
         self.device = weights.device
         operators.check_device(self.device)
         alone = mesh is None or mesh.size == 1
-        if not alone and self.device.type != "cpu":
-            raise LayoutRefused(f"several ranks with weights on {self.device}: they exchange through a CPU's memory")
         self.place = (
             OneRank(operators, weights.sharding) if alone else Sharded(operators, weights.sharding, mesh, local_sums)
         )

@@ -79,8 +79,11 @@ class OneRank:
         layout: PackedLayout,
         rows: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """(logp, entropy) fp32 of this rank's share of ``rows``; targets and mask cover all of them."""
-        return self.ops.score(hidden, weight, targets, temperature, mask, layout, rows)
+        """(logp, entropy) fp32 of this rank's share of ``rows``; targets and mask cover all of them.
+
+        Targets and mask lie where hidden lies; rows may be on a CPU.
+        """
+        return self.ops.score(hidden, weight, targets, temperature, mask, layout, rows.to(hidden.device))
 
     def gather_rows(self, layout: PackedLayout, rows: Tensor, values: Tensor) -> Tensor:
         """All ranks' values fp32 of their share of ``rows``, in order."""

@@ -25,6 +25,7 @@ from rl_engine.models.sharded_functions import (
     one_unit,
 )
 from rl_engine.models.sharding import Sharding
+from rl_engine.models.weights import in_hf_order
 from rl_engine.ops import Operators
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.sample import DrawKey
@@ -58,9 +59,9 @@ class Sharded:
         return self.context(layout).own
 
     def _row_places(self, layout: PackedLayout, rows: Tensor) -> list[Tensor]:
-        """For every CP rank: which of ``rows`` it owns, in its local order."""
+        """For every CP rank: which of ``rows`` it owns, in its local order; on a CPU, which all sizes are known to."""
         number = torch.full((layout.tokens,), -1, dtype=torch.int64)
-        number[rows] = torch.arange(rows.numel())
+        number[rows.cpu()] = torch.arange(rows.numel())
         found = (number[places] for places in self.context(layout).places)
         return [places[places >= 0] for places in found]
 
@@ -73,9 +74,9 @@ class Sharded:
         places = self._row_places(layout, rows)
         shapes = [(len(p), *values.shape[1:]) for p in places]
         parts = self.cp.all_gather(values, shapes, purpose="logp")
-        full = torch.empty(rows.numel(), *values.shape[1:], dtype=values.dtype)
+        full = torch.empty(rows.numel(), *values.shape[1:], dtype=values.dtype, device=values.device)
         for place, part in zip(places, parts, strict=True):
-            full[place] = part
+            full[place.to(values.device)] = part
         return full
 
     # -- exchanges
@@ -89,31 +90,25 @@ class Sharded:
 
     def canonical_columns(self, dy: Tensor, merged: str) -> Tensor:
         """All columns of dy in HF order, from every TP rank's columns."""
-        places = [self.sharding.canonical_rows(merged, rank) for rank in range(self.tp.size)]
-        parts = self.tp.all_gather(dy, [(dy.shape[0], len(p)) for p in places], purpose="dY")
-        full = torch.empty(dy.shape[0], sum(map(len, places)), dtype=dy.dtype)
-        for place, part in zip(places, parts, strict=True):
-            full[:, place] = part
-        return full
+        counts = [self.sharding.part_rows(merged, rank) for rank in range(self.tp.size)]
+        parts = self.tp.all_gather(dy, [(dy.shape[0], sum(rows)) for rows in counts], purpose="dY")
+        return in_hf_order(parts, counts, 1)
 
     def tokens_for_columns(self, x: Tensor, axis: int, layout: PackedLayout, *, purpose: str) -> Tensor:
         """All tokens of this CP rank's slice of ``axis``, from own tokens of the whole axis."""
         if self.cp.size == 1:
             return x
         slices = bounds(x.shape[axis], self.cp.size)
-        places = self.context(layout).places
+        context = self.context(layout)
         own = slices[self.cp.index][1] - slices[self.cp.index][0]
         shape = list(x.shape)
         shape[axis] = own
         received = self.cp.all_to_all(
             [x.narrow(axis, a, b - a).contiguous() for a, b in slices],
-            [(len(p), *shape[1:]) for p in places],
+            [(len(p), *shape[1:]) for p in context.places],
             purpose=purpose,
         )
-        full = torch.empty(layout.tokens, *shape[1:], dtype=x.dtype)
-        for place, part in zip(places, received, strict=True):
-            full[place] = part
-        return full
+        return context.merge(received)
 
     def add_weight_gradient(self, dy: Tensor, x: Tensor, weight: Weight, layout: PackedLayout) -> None:
         """Own rows of dW: all tokens of the unit in logical order, one chain."""
@@ -125,7 +120,7 @@ class Sharded:
             return
         rows = self.tokens_for_columns(dy, 1, layout, purpose="dW dY")
         tokens = self.context(layout).gather(self.cp, x, purpose="dW X")
-        self.ops.provider("linear").add_weight_gradient(rows, tokens, layout, weight.grad)
+        self.ops.add_weight_rows(rows, tokens, layout, weight.grad)
 
     def fold_gradients(self, weight: Weight, rows: tuple[int, int]) -> None:
         """With local sums: exchanges fp32 sums once a step; each CP rank folds its ``rows``, ranks ascending.
@@ -153,15 +148,16 @@ class Sharded:
 
     def lookup(self, ids: Tensor, weight: Weight) -> Tensor:
         self.ops.count("embedding", ids)
-        places = []
-        for rank in range(self.tp.size):
-            first, last = self.sharding.vocabulary(rank)
-            places.append(((ids >= first) & (ids < last)).nonzero()[:, 0])
-        assert sum(map(len, places)) == ids.numel(), "a token id lies outside the vocabulary"
+        last = [self.sharding.vocabulary(rank)[1] for rank in range(self.tp.size)]
+        owner = torch.bucketize(ids, torch.tensor(last, device=ids.device), right=True)
+        order = torch.sort(owner.masked_fill(ids < 0, self.tp.size), stable=True)
+        counts = torch.bincount(order.values, minlength=self.tp.size + 1).tolist()
+        assert counts[-1] == 0, "a token id lies outside the vocabulary"
+        places = order.indices.split(counts[:-1])
         mine = weight.value[ids[places[self.tp.index]] - self.sharding.vocabulary(self.tp.index)[0]]
         width = weight.shape[1]
-        parts = self.tp.all_gather(mine.detach(), [(len(p), width) for p in places], purpose="embedding")
-        out = torch.empty(ids.numel(), width, dtype=torch.bfloat16)
+        parts = self.tp.all_gather(mine.detach(), [(n, width) for n in counts[:-1]], purpose="embedding")
+        out = torch.empty(ids.numel(), width, dtype=torch.bfloat16, device=ids.device)
         for place, part in zip(places, parts, strict=True):
             out[place] = part
         return out
@@ -242,6 +238,7 @@ class Sharded:
         rows: Tensor,
     ) -> tuple[Tensor, Tensor]:
         check_targets(targets, self.sharding.config.vocabulary, mask)
+        rows = rows.cpu()
         self.ops.count("lm_head", rows)
         self.ops.count("selected_logp", rows)
         batch = ScoreBatch(weight, targets, inverse_temperature(temperature), mask, layout, rows)
@@ -259,13 +256,12 @@ class Sharded:
         head, logp = self.ops.provider("lm_head"), self.ops.provider("selected_logp")
         vocabulary = self.sharding.config.vocabulary
         states = []
-        zs = torch.zeros(hidden.shape[0])
+        zs = torch.zeros(hidden.shape[0], device=hidden.device)
         for first, last in self.sharding.groups(self.tp.index):
-            state = LogpState.empty(hidden.shape[0])
+            state = LogpState.empty(hidden.shape[0], hidden.device)
             z = head.logits(hidden, weight, self.head_columns((first, last)))
             logp.merge_columns(z, first, vocabulary, inv_t, mask, targets, state)
-            here = (targets >= first) & (targets < last)
-            zs[here] = state.zs_target[here]
+            zs = torch.where((targets >= first) & (targets < last), state.zs_target, zs)
             states.append(torch.stack([state.m, state.l, state.w]))
         return self.merge_states(torch.stack(states), zs, targets)
 
@@ -275,12 +271,11 @@ class Sharded:
         rows = zs.numel()
         gathered = torch.cat(self.tp.all_gather(states, [(n, 3, rows) for n in counts], purpose="logp states"))
         scaled = self.tp.all_gather(zs, purpose="logp targets")
-        merged = LogpState.empty(rows)
+        merged = LogpState.empty(rows, zs.device)
         self.ops.provider("selected_logp").merge_groups(gathered[:, 0], gathered[:, 1], gathered[:, 2], merged)
         for rank in range(self.tp.size):
             first, last = self.sharding.vocabulary(rank)
-            here = (targets >= first) & (targets < last)
-            merged.zs_target[here] = scaled[rank][here]
+            merged.zs_target = torch.where((targets >= first) & (targets < last), scaled[rank], merged.zs_target)
         return merged
 
     def draw(
@@ -313,11 +308,10 @@ class Sharded:
         self.ops.count("selected_logp", z)
         logp, vocabulary = self.ops.provider("selected_logp"), self.sharding.config.vocabulary
         check_targets(tokens, vocabulary, mask)
-        states, zs = [], torch.zeros(z.shape[0])
+        states, zs = [], torch.zeros(z.shape[0], device=z.device)
         for a, b in self.sharding.groups(self.tp.index):
-            state = LogpState.empty(z.shape[0])
+            state = LogpState.empty(z.shape[0], z.device)
             logp.merge_columns(z[:, a - first : b - first], a, vocabulary, inv_t, mask, tokens, state)
-            here = (tokens >= a) & (tokens < b)
-            zs[here] = state.zs_target[here]
+            zs = torch.where((tokens >= a) & (tokens < b), state.zs_target, zs)
             states.append(torch.stack([state.m, state.l, state.w]))
         return logp.finish(self.merge_states(torch.stack(states), zs, tokens))[0]

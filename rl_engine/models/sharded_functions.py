@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_engine.ops.layout import PackedLayout
-from rl_engine.ops.rms_norm import add_gain, as_heads
+from rl_engine.ops.rms_norm import as_heads
 from rl_engine.ops.selected_logp import LogpState
 from rl_engine.ops.weight import Weight
 from rl_engine.parallel import bounds
@@ -61,7 +61,7 @@ class Norm(torch.autograd.Function):
                 sums = provider.unit_sums(terms, ctx.layout)
             if ctx.operator == "qk_norm":  # heads of every TP rank, folded in canonical order
                 sums = torch.cat(place.tp.all_gather(sums, purpose="gain sums"), dim=1)
-            add_gain(sums, weight.grad)
+            provider.add_gain(sums.contiguous(), weight.grad)
         return dx, None, None, None, None, None
 
 
@@ -141,7 +141,8 @@ class Score(torch.autograd.Function):
         own = place.own_rows(batch.layout, batch.rows)
         number = torch.full((batch.layout.tokens,), -1, dtype=torch.int64)
         number[place.own_tokens(batch.layout)] = torch.arange(hidden.shape[0])
-        local = number[batch.rows[own]]
+        local = number[batch.rows[own]].to(hidden.device)
+        own = own.to(hidden.device)
         chosen, mask = hidden[local], None if batch.mask is None else batch.mask[own].contiguous()
         state = place.merged_state(chosen, batch.weight, batch.targets[own], batch.inv_t, mask)
         logp, entropy = place.ops.provider("selected_logp").finish(state)
@@ -153,7 +154,7 @@ class Score(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, c: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         chosen, local = ctx.saved_tensors
-        d_hidden = torch.zeros(ctx.shape, dtype=torch.bfloat16)
+        d_hidden = torch.zeros(ctx.shape, dtype=torch.bfloat16, device=chosen.device)
         c = (-c).contiguous()  # autograd hands over dL/dlogp; the contract's c multiplies p - [v = y]
         d_hidden[local] = _score_input_gradient(ctx, chosen, c)
         if ctx.batch.weight.grad is not None:
@@ -165,15 +166,16 @@ def _score_input_gradient(ctx: Any, chosen: Tensor, c: Tensor) -> Tensor:
     """bf16 [R, H]: every group's chain, folded ascending by the owner of each slice of H, rounded once."""
     batch, place, state = ctx.batch, ctx.place, ctx.state
     head, logp = place.ops.provider("lm_head"), place.ops.provider("selected_logp")
-    partials = []
-    for first, last in place.sharding.groups(place.tp.index):
+    groups = place.sharding.groups(place.tp.index)
+    shape = (len(groups), *chosen.shape) if place.tp.size > 1 else chosen.shape
+    own = torch.zeros(shape, dtype=torch.float32, device=chosen.device)
+    for number, (first, last) in enumerate(groups):
         columns = place.head_columns((first, last))
         z = head.logits(chosen, batch.weight, columns)
         dz = logp.logits_gradient(z, first, batch.inv_t, ctx.mask, batch.targets[ctx.own], state, c)
-        partial = torch.zeros(chosen.shape, dtype=torch.float32)
-        head.add_input_gradient(dz, batch.weight, columns, partial)
-        partials.append(partial)
-    own = torch.stack(partials)
+        head.add_input_gradient(dz, batch.weight, columns, own[number] if place.tp.size > 1 else own)
+    if place.tp.size == 1:  # every group is here: each chain was added to those before it
+        return own.bfloat16()
     slices = bounds(chosen.shape[1], place.tp.size)
     width = slices[place.tp.index][1] - slices[place.tp.index][0]
     counts = [len(place.sharding.groups(rank)) for rank in range(place.tp.size)]
@@ -182,7 +184,7 @@ def _score_input_gradient(ctx: Any, chosen: Tensor, c: Tensor) -> Tensor:
         [(n, chosen.shape[0], width) for n in counts],
         purpose="dH groups",
     )
-    total = torch.zeros(chosen.shape[0], width)
+    total = torch.zeros(chosen.shape[0], width, device=chosen.device)
     for group in torch.cat(received):
         total = total + group
     return place.gather_columns(total.bfloat16(), slices, purpose="dH")
@@ -200,14 +202,12 @@ def _add_head_gradient(ctx: Any, chosen: Tensor, c: Tensor) -> None:
         hidden, coefficients = (place.gather_rows(layout, rows, x) for x in (chosen, c))
         whole = LogpState(*(place.gather_rows(layout, rows, x) for x in (state.m, state.l, state.w, state.zs_target)))
         targets, mask = batch.targets, batch.mask
-        edges = torch.searchsorted(rows, layout.unit_offsets).tolist()
+        edges = torch.searchsorted(rows, layout.unit_offsets).tolist()  # both on a CPU
     offset = place.sharding.vocabulary(place.tp.index)[0]
     start, end = weight.grad_rows
     for first in range(start, end, ROWS_AT_ONCE):
         last = min(first + ROWS_AT_ONCE, end)
         z = head.logits(hidden, weight, (first, last))
         dz = logp.logits_gradient(z, offset + first, batch.inv_t, mask, targets, whole, coefficients)
-        for a, b in itertools.pairwise(edges):
-            if b > a:
-                columns = (first - start, last - start)
-                head.add_weight_gradient(dz[a:b], hidden[a:b], columns, weight.grad)
+        units = [(a, b) for a, b in itertools.pairwise(edges) if b > a]
+        head.add_unit_gradients(dz, hidden, units, (first - start, last - start), weight.grad)

@@ -109,6 +109,10 @@ class Sharding:
     def _parts(self) -> dict[str, tuple[str, ...]]:
         return merged_names(self.config)
 
+    def part_rows(self, merged: str, rank: int) -> list[int]:
+        """Rows that ``rank`` holds of each HF tensor joined in a merged weight, in HF order (q, k, v; gate, up)."""
+        return [last - first for first, last in (self.rows(part, rank) for part in self._parts[merged])]
+
     def canonical_rows(self, merged: str, rank: int) -> Tensor:
         """int64: canonical row (HF order: q, k, v; gate, up) of every row that ``rank`` holds of a merged weight."""
         shapes, base, pieces = self.config.tensor_shapes(), 0, []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -118,18 +118,24 @@ class ModelWeights:
                 continue
             slices = [self.sharding.inputs(weight.name, rank) for rank in range(tp.size)]
             first, last = slices[tp.index]
-            rows = [self.sharding.canonical_rows(weight.name, rank) for rank in range(tp.size)]
+            rows = [self.sharding.part_rows(weight.name, rank) for rank in range(tp.size)]
             value = weight.value.detach()
             received = tp.all_to_all(
                 [value[:, a:b].contiguous() for a, b in slices],
-                [(len(places), last - first) for places in rows],
+                [(sum(counts), last - first) for counts in rows],
                 purpose="weights",
             )
-            total = sum(len(places) for places in rows)
-            copy = torch.empty(total, last - first, dtype=torch.bfloat16)
-            for places, part in zip(rows, received, strict=True):
-                copy[places] = part
+            copy, total = in_hf_order(received, rows, 0), sum(map(sum, rows))
             weight.input_shard = Weight(f"{weight.name}.inputs", copy, (Part(weight.name, 0, total),))
+
+
+def in_hf_order(pieces: Sequence[Tensor], counts: Sequence[Sequence[int]], axis: int) -> Tensor:
+    """Every TP rank's rows of a merged weight (or columns of what it makes), joined tensor by tensor.
+
+    ``counts``: for every rank, its rows of each HF tensor (``Sharding.part_rows``).
+    """
+    cut = [piece.split(list(rows), axis) for piece, rows in zip(pieces, counts, strict=True)]
+    return torch.cat([part for parts in zip(*cut, strict=True) for part in parts], axis)
 
 
 def random_tensor(config: ModelConfig, name: str, seed: int) -> Tensor:

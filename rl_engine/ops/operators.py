@@ -213,6 +213,18 @@ class Operators:
         """The forward kernel alone; the caller records backward."""
         return self._use("linear", x).forward(x, weight, residual)
 
+    def add_weight_rows(self, dy: Tensor, x: Tensor, layout: PackedLayout, grad: Tensor) -> None:
+        """The linear provider's ``add_weight_gradient`` of any rows of dW, as a CP rank has them: grad fp32 [rows, K].
+
+        A proven table names the rows of TP ranks alone.
+        """
+        if self.names["linear"] == "cublaslt":
+            from rl_engine.ops.linear.slices import add_rows
+
+            add_rows(dy, x, layout, grad)
+        else:
+            self._providers["linear"].add_weight_gradient(dy, x, layout, grad)
+
     def rms_norm(self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None = None) -> Tensor:
         return self._use("rms_norm", x)(x, weight, eps, layout)
 

@@ -1,7 +1,18 @@
 """Process groups and exchanges that move bytes. No collective here adds: what a rank receives is what another
 computed."""
 
-from rl_engine.parallel.groups import Group, Mesh, PeerLost, join_mesh, single_mesh
+from rl_engine.parallel.groups import Group, Mesh, NoTransport, PeerLost, join_mesh, nccl_available, single_mesh
 from rl_engine.parallel.ownership import ContextLayout, bounds, zigzag_runs
 
-__all__ = ["ContextLayout", "Group", "Mesh", "PeerLost", "bounds", "join_mesh", "single_mesh", "zigzag_runs"]
+__all__ = [
+    "ContextLayout",
+    "Group",
+    "Mesh",
+    "NoTransport",
+    "PeerLost",
+    "bounds",
+    "join_mesh",
+    "nccl_available",
+    "single_mesh",
+    "zigzag_runs",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -72,6 +73,18 @@ class ContextLayout:
         nothing = torch.empty(0, dtype=torch.int64)
         return [torch.cat(parts) if parts else nothing for parts in owned]
 
+    def places_on(self, device: torch.device) -> list[Tensor]:
+        """``places`` on ``device``, sent there once."""
+        if device.type == "cpu":
+            return self.places
+        if device not in self._sent:
+            self._sent[device] = [places.to(device) for places in self.places]
+        return self._sent[device]
+
+    @functools.cached_property
+    def _sent(self) -> dict[torch.device, list[Tensor]]:
+        return {}
+
     @property
     def own(self) -> Tensor:
         """int64: places of this rank's tokens in the joined row."""
@@ -83,7 +96,12 @@ class ContextLayout:
             return x
         shapes = [(len(places), *x.shape[1:]) for places in self.places]
         rows = group.all_gather(x, shapes, purpose=purpose)
-        full = torch.empty(sum(self.lengths), *x.shape[1:], dtype=x.dtype)
-        for places, part in zip(self.places, rows, strict=True):
+        return self.merge(rows)
+
+    def merge(self, parts: Sequence[Tensor]) -> Tensor:
+        """Every rank's rows [its tokens, ...] in logical order [tokens, ...]."""
+        first = parts[0]
+        full = torch.empty(sum(self.lengths), *first.shape[1:], dtype=first.dtype, device=first.device)
+        for places, part in zip(self.places_on(first.device), parts, strict=True):
             full[places] = part
         return full

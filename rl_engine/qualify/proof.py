@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rl_engine.models.config import ModelConfig
+from rl_engine.models.sharding import LayoutRefused, Sharding, merged_names
 from rl_engine.numerics.contract import Contract
 from rl_engine.ops import operators
 from rl_engine.ops.adamw import AdamScalars
@@ -364,6 +365,7 @@ def prove(
     contract: Contract,
     rows: tuple[int, ...] = (1, 2, 3, 8, 12, 13, 97),
     folder: Path | None = None,
+    tp_sizes: Sequence[int] = (1,),
 ) -> Qualification:
     """Compares every contract provider of a run on the model's shapes; a few seconds.
 
@@ -373,6 +375,7 @@ def prove(
         contract: the contract in force; its digest enters the qualification's.
         rows: row counts of the products.
         folder: private to a run; its processes on this machine compare once (:mod:`rl_engine.qualify.shared`).
+        tp_sizes: tensor-parallel ranks of the run's sides, whose slices a GPU's own proof must hold.
     """
     started = time.perf_counter()
     facts = {
@@ -396,28 +399,60 @@ def prove(
     cases = tuple(Case(**case) for case in found)
     on_gpu, table = any(name in GPU for side in sides for name in side.values()), ""
     if on_gpu:
-        table, missing = gpu_table(config)
+        table, missing = gpu_table(config, tp_sizes)
         cases += missing
     body = {"gpu_table": table, **facts, "cases": [dataclasses.asdict(case) for case in cases]}
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return Qualification(cases, digest, time.perf_counter() - started)
 
 
-def gpu_table(config: ModelConfig) -> tuple[str, tuple[Case, ...]]:
-    """(digest of the GPU's own proof, one failed case where it is missing, stale or of another model)."""
+def gpu_table(config: ModelConfig, tp_sizes: Sequence[int] = (1,)) -> tuple[str, tuple[Case, ...]]:
+    """(digest of the GPU's own proof, one failed case where it is missing, stale, or of another model or cut).
+
+    ``tp_sizes`` are the tensor-parallel ranks of either side; context-parallel ranks ask for no other product.
+    """
     from rl_engine.ops import gemm_table
     from rl_engine.qualify.gpu.run import model, shapes
 
     try:
         table = gemm_table.current()
-        lacking = [str(shape) for shape in shapes(config) if str(shape) not in table.entries]
+        wanted = [*map(str, shapes(config)), *(name for tp in tp_sizes for name in slices(config, tp))]
+        lacking = [name for name in dict.fromkeys(wanted) if name not in table.entries]
         if lacking:
-            raise gemm_table.NotQualified(f"{len(lacking)} shapes of this model were not proven, first {lacking[0]}")
+            cut = "".join(f" --tp {tp}" for tp in sorted(set(tp_sizes)) if tp > 1)
+            told = f"{len(lacking)} shapes of this model were not proven, first {lacking[0]}"
+            raise gemm_table.NotQualified(told + (f": run rlk-repro qualify{cut} with this model" if cut else ""))
         if model(config) not in table.models:
             raise gemm_table.NotQualified(f"attention and row operators were not proven for {model(config)}")
-    except gemm_table.NotQualified as error:
+    except (gemm_table.NotQualified, LayoutRefused) as error:
         return "", (Case("linear", "cublaslt", str(error), 1, 1),)
     return table.models[model(config)], ()
+
+
+def slices(config: ModelConfig, tp: int) -> list[str]:
+    """The table's names of every linear product that a rank of ``tp`` asks for, uneven cuts as they are.
+
+    The head asks for the nearest proven width, and dW takes any number of rows of a proven depth under CP.
+
+    Raises:
+        LayoutRefused: the model has no such cut.
+    """
+    from rl_engine.ops import gemm_table
+
+    found: list[str] = []
+    rows = config.tensor_shapes()
+    for rank in range(tp):
+        cut = Sharding(config, tp, rank)
+        for merged, parts in merged_names(config).items():
+            if not merged.startswith("model.layers.0.") or cut.is_replicated(merged):
+                continue
+            columns, depth = sum(cut.part_rows(merged, rank)), rows[parts[0]][1]
+            first, last = cut.inputs(merged, rank)
+            forward = "residual" if merged.endswith(("o_proj.weight", "down_proj.weight")) else "forward"
+            whole = sum(rows[part][0] for part in parts)
+            wanted = ((forward, columns, depth), ("dx", last - first, whole), ("fold", columns, depth))
+            found += [gemm_table.key(*shape) for shape in wanted]
+    return list(dict.fromkeys(found))
 
 
 def _sources() -> str:

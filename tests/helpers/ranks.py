@@ -15,7 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rl_engine.parallel import Group, Mesh, join_mesh, single_mesh
+import torch
+
+from rl_engine.parallel import Mesh, join_mesh, single_mesh
+from rl_engine.parallel.groups import CPU, make_mesh
 
 # Children are forked from a small server that has imported torch once and computed nothing: cheap, and still fresh.
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -36,29 +39,17 @@ class Rank:
     size: int
     folder: Path
 
-    def join(self, seconds: float = 300.0) -> Mesh:
+    def join(self, seconds: float = 300.0, *, device: torch.device = CPU, shared: bool = False) -> Mesh:
         """All ranks as one tensor-parallel group; exchanges wait at most ``seconds``."""
         store = f"file://{self.folder}/store"
-        return join_mesh(self.size, 1, self.index, store, datetime.timedelta(seconds=seconds))
+        timeout = datetime.timedelta(seconds=seconds)
+        return join_mesh(self.size, 1, self.index, store, timeout, device=device, shared=shared)
 
-    def mesh(self, tp: int, cp: int) -> Mesh | None:
+    def mesh(self, tp: int, cp: int, *, device: torch.device = CPU, shared: bool = False) -> Mesh | None:
         """A mesh of the first ``tp * cp`` joined ranks, None on the others; every joined rank must call it."""
-        import torch.distributed as dist
-
-        size = tp * cp
-        if size == 1:
+        if tp * cp == 1:
             return single_mesh() if self.index == 0 else None
-        world = tuple(range(size))
-        tp_groups = [tuple(range(c * tp, (c + 1) * tp)) for c in range(cp)]
-        cp_groups = [tuple(range(t, size, tp)) for t in range(tp)]
-        handles = {ranks: dist.new_group(list(ranks)) for ranks in dict.fromkeys((world, *tp_groups, *cp_groups))}
-        if self.index >= size:
-            return None
-
-        def group(ranks: tuple[int, ...]) -> Group:
-            return Group(ranks, ranks.index(self.index), handles[ranks])
-
-        return Mesh(group(tp_groups[self.index // tp]), group(cp_groups[self.index % tp]), group(world))
+        return make_mesh(tp, cp, self.index, device=device, nccl=device.type == "cuda" and not shared)
 
 
 def _main(function: Callable[..., Any], rank: Rank, arguments: tuple[Any, ...]) -> None:
@@ -66,7 +57,10 @@ def _main(function: Callable[..., Any], rank: Rank, arguments: tuple[Any, ...]) 
     try:
         from tests.helpers.models import set_threads
 
-        set_threads(1)
+        if torch.cuda.is_available():
+            torch.set_num_threads(1)  # a GPU's ranks run no kernel of the CPU's
+        else:
+            set_threads(1)
         result = function(rank, *arguments)
         _publish(rank.folder / f"rank{rank.index}.json", json.dumps({"cpu": time.process_time(), "result": result}))
     except BaseException:

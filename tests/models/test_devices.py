@@ -10,10 +10,12 @@ import torch
 
 from rl_engine.engines.setup import device_of
 from rl_engine.models.decoder import Decoder
-from rl_engine.models.sharding import LayoutRefused, Sharding
+from rl_engine.models.sharded import Sharded
+from rl_engine.models.sharding import Sharding
 from rl_engine.models.weights import random_weights
 from rl_engine.ops import Operators, uniform
 from rl_engine.ops.operators import WrongDevice
+from rl_engine.ops.rope import RopeTable
 from rl_engine.parallel import Group, Mesh
 from rl_engine.records.errors import UserError
 from tests.helpers.models import llama
@@ -48,14 +50,20 @@ def test_the_decoder_asks() -> None:
         Decoder(weights, Operators(uniform("cpu")), 16)
 
 
-def test_several_ranks_on_a_gpu_are_refused() -> None:
-    config = llama(**SMALL)
-    weights = random_weights(config, 0, Sharding(config, 2, 0))
-    weights.device = GPU
+@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
+def test_several_ranks_compute_where_their_weights_lie(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder of one rank of two is made of weights anywhere; its operators must fit the device as one rank's."""
+    monkeypatch.setattr(RopeTable, "to", lambda table, device: table)
+    weights = random_weights(llama(**SMALL), 0, Sharding(llama(**SMALL), 2, 0))
+    weights.device = device
     ops = Operators(uniform("stock"))
     ops.names.update(dict.fromkeys(("adamw", "grad_norm", "sample"), "stock"))
     pair, alone = Group((0, 1), 0), Group((0,), 0)
-    with pytest.raises(LayoutRefused, match="several ranks with weights on cuda:0"):
+    decoder = Decoder(weights, ops, 16, Mesh(pair, alone, pair))
+    assert isinstance(decoder.place, Sharded)
+    assert decoder.device == device
+    ops.names["adamw"] = "cpu" if device == GPU else "triton"
+    with pytest.raises(WrongDevice, match=f"of adamw computes on a .PU, the weights lie on {device}"):
         Decoder(weights, ops, 16, Mesh(pair, alone, pair))
 
 

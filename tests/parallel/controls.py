@@ -30,9 +30,11 @@ from tests.parallel.scene import Judge, Layout, Scene, advantages, bits, make_tr
 
 def add_across(group: Group, x: Tensor) -> Tensor:
     """The sum over ranks as a library adds it."""
-    if group.size > 1:
-        dist.all_reduce(x, group=group._handle)
-    return x
+    if group.size == 1:
+        return x
+    total = x.to("cpu", copy=True)
+    dist.all_reduce(total, group=group.transport.handle)
+    return total.to(x.device)
 
 
 class RowParallel(Sharded):
@@ -54,7 +56,7 @@ class SummedWeightGradient(Sharded):
         own = torch.bucketize(self.own_tokens(layout), layout.unit_offsets, right=True).bincount()
         counts = [n for n in own.tolist() if n]  # own tokens of each unit, as if each were one sample
         units = PackedLayout(tuple(counts), (1,) * len(counts))
-        local = torch.zeros(weight.shape, dtype=torch.float32)
+        local = torch.zeros(weight.shape, dtype=torch.float32, device=dy.device)
         self.ops.provider("linear").add_weight_gradient(dy, x, units, local)
         first, last = weight.grad_rows
         weight.grad.add_(add_across(self.cp, local)[first:last])
@@ -85,19 +87,23 @@ def place_of(trainer: TrainEngine, place: type[Sharded], mesh: Mesh) -> None:
 
 def train_controls(rank: Rank, scene: Scene, samples: list[Sample]) -> dict[str, Any]:
     """Scores and gradients of every control on both ranks, against one exact rank; run on two ranks."""
-    rank.join()
-    meshes = {"tp2": rank.mesh(2, 1), "cp2": rank.mesh(1, 2)}
+    device = scene.device_of(rank)
+    where: dict[str, Any] = {"device": device, "shared": not scene.own_gpus}
+    rank.join(**where)
+    meshes = {"tp2": rank.mesh(2, 1, **where), "cp2": rank.mesh(1, 2, **where)}
     alone = single_mesh()
     found: dict[str, Any] = {}
     if rank.index == 0:
         # One rank: the truth, and proof that a control changes nothing but the exchange.
-        found["exact"] = update_once(make_trainer(scene, Layout(), alone), samples, Judge(rank.folder, None))
+        found["exact"] = update_once(
+            make_trainer(scene, Layout(), alone, device=device), samples, Judge(rank.folder, None)
+        )
         for name, place in (("row-parallel", RowParallel), ("summed dW", SummedWeightGradient)):
-            trainer = make_trainer(scene, Layout(), alone)
+            trainer = make_trainer(scene, Layout(), alone, device=device)
             place_of(trainer, place, alone)
             found[f"{name} on one rank"] = update_once(trainer, samples, Judge(None, rank.folder))
-        stock = Operators({**uniform("cpu"), "linear": "stock", "attention": "stock"})
-        trainer = make_trainer(scene, Layout(), alone, stock)
+        stock = Operators({**uniform(scene.providers), "linear": "stock", "attention": "stock"})
+        trainer = make_trainer(scene, Layout(), alone, stock, device)
         found["stock linear and attention"] = update_once(trainer, samples, Judge(None, rank.folder))
     dist.barrier()
     for name, place, mesh in (
@@ -106,7 +112,7 @@ def train_controls(rank: Rank, scene: Scene, samples: list[Sample]) -> dict[str,
         ("row-parallel", RowParallel, meshes["tp2"]),
         ("summed dW", SummedWeightGradient, meshes["cp2"]),
     ):
-        trainer = make_trainer(scene, Layout(), mesh)
+        trainer = make_trainer(scene, Layout(), mesh, device=device)
         place_of(trainer, place, mesh)
         found[name] = update_once(trainer, samples, Judge(None, rank.folder))
     return found

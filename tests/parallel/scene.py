@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -30,7 +31,7 @@ from rl_engine.models.weights import ModelWeights
 from rl_engine.numerics.bits import compare_bits
 from rl_engine.numerics.digest import map_digest
 from rl_engine.ops import Operators, uniform
-from rl_engine.ops.weight import Weight
+from rl_engine.ops.weight import CPU, Weight
 from rl_engine.parallel import Mesh
 from tests.helpers.ranks import Rank
 
@@ -68,6 +69,8 @@ class Scene:
         prompts: length and number of samples of every prompt.
         updates: how many; tensors are compared after those in ``compared``.
         train: settings; the layout decides ``max_tokens`` and ``recompute``.
+        providers: set of operators (``uniform``).
+        device: where every rank computes; with ``own_gpus`` rank n has the n-th GPU, and ranks exchange by NCCL.
     """
 
     checkpoint: Path
@@ -76,10 +79,19 @@ class Scene:
     train: TrainSettings
     updates: int = 2
     compared: tuple[int, ...] = (0, 1)
+    providers: str = "cpu"
+    device: str = "cpu"
+    own_gpus: bool = False
 
     @property
     def positions(self) -> int:
         return max(length for length, _ in self.prompts) + self.sampling.max_response_len
+
+    def device_of(self, rank: Rank) -> torch.device:
+        return torch.device("cuda", rank.index) if self.own_gpus else torch.device(self.device)
+
+    def operators(self) -> Operators:
+        return Operators(uniform(self.providers))
 
     def requests(self, vocabulary: int, step: int) -> list[Request]:
         """Other prompts in every step, in canonical order."""
@@ -93,10 +105,6 @@ class Scene:
 def advantages(samples: list[Sample]) -> list[float]:
     """None is zero; signs alternate within a group."""
     return [(1.0 + 0.25 * (s.prompt % 3)) * (-1.0 if s.sample % 2 else 1.0) for s in samples]
-
-
-def operators() -> Operators:
-    return Operators(uniform("cpu"))
 
 
 def state_rows(weight: Weight, values: Tensor) -> RowsOf:
@@ -146,7 +154,7 @@ class Judge:
         with safe_open(self.baseline / f"{quantity}.safetensors", framework="pt") as file:  # type: ignore[operator]
             for name, (first, values) in rows.items():
                 last = first + len(values)
-                result = compare_bits(values, file.get_slice(name)[first:last])
+                result = compare_bits(values.cpu(), file.get_slice(name)[first:last])
                 self.covered.append((quantity, name, first, last))
                 if not result.equal:
                     self.faults.append(f"{quantity} of {name}, rows from {first}: {result.reason}")
@@ -179,29 +187,33 @@ def collect(folder: Path, version: int, ranks: int) -> list[WeightSnapshot]:
     return found
 
 
-def make_trainer(scene: Scene, layout: Layout, mesh: Mesh, provider: Operators | None = None) -> TrainEngine:
+def make_trainer(
+    scene: Scene, layout: Layout, mesh: Mesh, provider: Operators | None = None, device: torch.device = CPU
+) -> TrainEngine:
     config = read_config(scene.checkpoint)
 
     def weights() -> ModelWeights:
-        return load_weights(scene.checkpoint, config, Sharding(config, mesh.tp.size, mesh.tp.index))
+        return load_weights(scene.checkpoint, config, Sharding(config, mesh.tp.size, mesh.tp.index), device)
 
     settings = dataclasses.replace(scene.train, max_tokens=layout.max_tokens, recompute=layout.recompute)
     reference = weights() if settings.kl_coef > 0 else None
-    return TrainEngine(weights(), provider or operators(), scene.positions, settings, reference, mesh=mesh)
+    return TrainEngine(weights(), provider or scene.operators(), scene.positions, settings, reference, mesh=mesh)
 
 
 class RolloutSide:
     """The rollout engines of one rank."""
 
-    def __init__(self, scene: Scene, layout: Layout, mesh: Mesh) -> None:
+    def __init__(self, scene: Scene, layout: Layout, mesh: Mesh, device: torch.device) -> None:
         config = read_config(scene.checkpoint)
         self.scene, self.layout, self.config = scene, layout, config
         sharding = Sharding(config, mesh.tp.size, mesh.tp.index)
         self.engines = []
         for number in range(layout.engines):
-            weights = load_weights(scene.checkpoint, config, sharding)
+            weights = load_weights(scene.checkpoint, config, sharding, device)
             settings = RolloutSettings(max_batch=3 if layout.shuffled else 64, chunk=512)
-            engine = RolloutEngine(weights, operators(), scene.positions, settings, f"rollout-{number}", mesh=mesh)
+            engine = RolloutEngine(
+                weights, scene.operators(), scene.positions, settings, f"rollout-{number}", mesh=mesh
+            )
             self.engines.append(engine)
         self.rows = {name: sharding.rows(name) for name in config.tensor_shapes()}
 
@@ -277,11 +289,16 @@ def work(rank: Rank, scene: Scene, layout: Layout, baseline: Path | None, extra_
 
     ``extra_step``: also what step 1 would have drawn without the first update.
     """
+    device = scene.device_of(rank)
+    where: dict[str, Any] = {"device": device, "shared": not scene.own_gpus}
+    if device.type == "cuda":  # memory that nobody writes shows
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
     if rank.size > 1:
-        rank.join()
-    train_mesh, rollout_mesh = rank.mesh(layout.tp, layout.cp), rank.mesh(layout.rollout_tp, 1)
-    trainer = None if train_mesh is None else make_trainer(scene, layout, train_mesh)
-    rollout = None if rollout_mesh is None else RolloutSide(scene, layout, rollout_mesh)
+        rank.join(**where)
+    train_mesh, rollout_mesh = rank.mesh(layout.tp, layout.cp, **where), rank.mesh(layout.rollout_tp, 1, **where)
+    trainer = None if train_mesh is None else make_trainer(scene, layout, train_mesh, device=device)
+    rollout = None if rollout_mesh is None else RolloutSide(scene, layout, rollout_mesh, device)
     judge = Judge(rank.folder if baseline is None else None, baseline)
     report: dict[str, Any] = {"steps": [], "held": []}
     if rollout is not None:

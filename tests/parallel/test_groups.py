@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_engine.parallel import Group, PeerLost, join_mesh, single_mesh
+from rl_engine.parallel import Group, NoTransport, PeerLost, groups, join_mesh, single_mesh
 from rl_engine.parallel.groups import leave_mesh
 from tests.helpers.ranks import Rank, Ranks, run_ranks
 
@@ -43,14 +43,24 @@ def payload(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Also that they lie in the same memory."""
+    if a.device != b.device:
+        return False
+    a, b = a.cpu(), b.cpu()
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return not a.numel() or torch.equal(a.contiguous().flatten().view(torch.uint8), b.flatten().view(torch.uint8))
 
 
-def gather_everything(rank: Rank) -> list[str]:
+def device_of(rank: Rank, kind: str) -> torch.device:
+    """``kind``: cpu, shared (ranks have GPU 0 together) or own (each has one)."""
+    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", rank.index if kind == "own" else 0)
+
+
+def gather_everything(rank: Rank, kind: str = "cpu") -> list[str]:
     """Faults of all-gathers over dtypes, ragged, empty and strided inputs."""
-    group, faults = rank.join().tp, []
+    device = device_of(rank, kind)
+    group, faults = rank.join(device=device, shared=kind == "shared").tp, []
     cases: list[list[tuple[int, ...]]] = [
         [(3, 5)] * rank.size,
         [(i + 1, 2) for i in range(rank.size)],
@@ -60,28 +70,48 @@ def gather_everything(rank: Rank) -> list[str]:
     ]
     for number, shapes in enumerate(cases):
         for dtype in DTYPES:
-            parts = [payload(dtype, shape, 100 * number + i) for i, shape in enumerate(shapes)]
+            parts = [payload(dtype, shape, 100 * number + i).to(device) for i, shape in enumerate(shapes)]
             before = group.sent["test"]
             received = group.all_gather(parts[rank.index], shapes, purpose="test")
             own = parts[rank.index].numel() * parts[rank.index].element_size()
             if group.sent["test"] - before != own * (rank.size - 1):
                 faults.append(f"{dtype} case {number}: {group.sent['test'] - before} bytes counted")
             faults += [f"{dtype} case {number}" for a, b in zip(received, parts, strict=True) if not same_bytes(a, b)]
-    strided = [payload(torch.bfloat16, (6, 8), i) for i in range(rank.size)]
+    strided = [payload(torch.bfloat16, (6, 8), i).to(device) for i in range(rank.size)]
     received = group.all_gather(strided[rank.index].T, purpose="strided")
     faults += ["strided" for a, b in zip(received, strided, strict=True) if not same_bytes(a, b.T.contiguous())]
+    on_cpu = [payload(torch.float32, (3,), i) for i in range(rank.size)]
+    received = group.all_gather(on_cpu[rank.index], purpose="cpu")
+    faults += ["from a CPU" for a, b in zip(received, on_cpu, strict=True) if not same_bytes(a, b)]
+    return faults + still_right(group, rank, device)
+
+
+def still_right(group: Group, rank: Rank, device: torch.device) -> list[str]:
+    """Faults where inputs are written again, and results read, as soon as an exchange returns."""
+    faults = []
+    for step in range(20):
+        mine = torch.full((1 << 18,), 100 * step + rank.index, device=device)
+        received = group.all_gather(mine, purpose="again")
+        mine.fill_(-1)
+        turned = group.all_to_all(
+            [mine + i for i in range(rank.size)], [tuple(mine.shape)] * rank.size, purpose="again"
+        )
+        mine.fill_(-7)
+        faults += [f"step {step}" for i, x in enumerate(received) if bool((x != 100 * step + i).any())]
+        faults += [f"step {step} back" for x in turned if bool((x != rank.index - 1).any())]
     return faults
 
 
-def exchange_everything(rank: Rank) -> list[str]:
+def exchange_everything(rank: Rank, kind: str = "cpu") -> list[str]:
     """Faults of all-to-all over dtypes; part (i, j) goes from i to j; some are empty."""
-    group, faults = rank.join().tp, []
+    device = device_of(rank, kind)
+    group, faults = rank.join(device=device, shared=kind == "shared").tp, []
     me = rank.index
     for dtype in DTYPES:
         for shape in (lambda i, j: (2, 3), lambda i, j: (i + 1, j), lambda i, j: (3 * (j == 0), i)):
-            parts = [payload(dtype, shape(me, j), 10 * me + j) for j in range(rank.size)]
+            parts = [payload(dtype, shape(me, j), 10 * me + j).to(device) for j in range(rank.size)]
             received = group.all_to_all(parts, [shape(i, me) for i in range(rank.size)], purpose="test")
-            expected = [payload(dtype, shape(i, me), 10 * i + me) for i in range(rank.size)]
+            expected = [payload(dtype, shape(i, me), 10 * i + me).to(device) for i in range(rank.size)]
             faults += [f"{dtype}" for a, b in zip(received, expected, strict=True) if not same_bytes(a, b)]
     everything = sum(part.numel() * part.element_size() for part in parts)
     before = group.sent["test"]
@@ -96,19 +126,21 @@ def test_bytes_arrive(function: Any, tmp_path: Path) -> None:
     assert [rank.result for rank in run_ranks(function, 3, tmp_path)] == [[], [], []]
 
 
-def pass_along(rank: Rank) -> list[str]:
+def pass_along(rank: Rank, kind: str = "cpu") -> list[str]:
     """Faults of sending every dtype once around the ring, each rank adding nothing."""
-    group, faults = rank.join().tp, []
+    device = device_of(rank, kind)
+    group, faults = rank.join(device=device, shared=kind == "shared").tp, []
     after, before = (rank.index + 1) % rank.size, (rank.index - 1) % rank.size
     for dtype in DTYPES:
         for shape in ((3, 5), (0, 4), (1,)):
-            expected = payload(dtype, shape, before)
+            expected = payload(dtype, shape, before).to(device)
+            own = payload(dtype, shape, rank.index).to(device)
             if rank.index % 2:
-                received = group.receive(shape, dtype, before)
-                group.send(payload(dtype, shape, rank.index), after, purpose="test")
+                received = group.receive(shape, dtype, before, device)
+                group.send(own, after, purpose="test")
             else:
-                group.send(payload(dtype, shape, rank.index), after, purpose="test")
-                received = group.receive(shape, dtype, before)
+                group.send(own, after, purpose="test")
+                received = group.receive(shape, dtype, before, device)
             faults += [] if same_bytes(received, expected) else [f"{dtype} {shape}"]
     sizes = [torch.empty(0, dtype=dtype).element_size() for dtype in DTYPES]
     return faults + ([] if group.sent["test"] == 16 * sum(sizes) else [f"{group.sent['test']} bytes counted"])
@@ -158,6 +190,13 @@ def test_mesh_of_two_by_three(tmp_path: Path) -> None:
         assert ended.result["indices"] == [tp, cp]
         assert ended.result["sent"] == {"tp": 8, "cp": 16, "world": 40}
         assert ended.result["left"]
+
+
+def test_gpus_of_their_own_need_nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(groups, "nccl_available", lambda: False)
+    with pytest.raises(NoTransport, match="has no NCCL: exchange through host memory"):
+        join_mesh(2, 1, 0, f"file://{tmp_path}/store", device=torch.device("cuda", 0))
+    assert not dist.is_initialized()
 
 
 # -- ranks that are gone

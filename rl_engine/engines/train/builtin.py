@@ -223,7 +223,7 @@ class TrainEngine:
         mask = None if batch.mask is None else batch.mask.to(hidden.device)
         return decoder.place.score(
             *(hidden, decoder.weights.head, batch.targets.to(hidden.device), self.settings.temperature),
-            *(mask, batch.layout, batch.rows.to(hidden.device)),
+            *(mask, batch.layout, batch.rows),
         )
 
     def _backward(

@@ -24,6 +24,8 @@ run = pytest.importorskip("rl_engine.qualify.gpu.run")
 
 from rl_engine.qualify.cases import Case  # noqa: E402
 from rl_engine.qualify.gpu import parts, prices  # noqa: E402
+from rl_engine.qualify.proof import gpu_table, slices  # noqa: E402
+from tests.helpers.models import qwen3  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = parse_config(cli.DEMO_SHAPE)
@@ -136,6 +138,39 @@ def test_a_second_start_proves_only_what_is_not_proven(proofs: Any, machine: dic
         cli.main([])
     assert len(asked) == 7
     assert list(gemm_table.current().models) == [run.model(DEMO)], "a stale proof of another model went with it"
+
+
+@pytest.mark.parametrize(
+    ("proven", "asked", "lacks"),
+    [
+        ((1, 3), (1, 3), ""),
+        ((1,), (1,), ""),
+        ((1,), (3, 1), "first forward 320x576: run rlk-repro qualify --tp 3 with this model"),
+        ((1, 3), (2,), "TP 2 with 9 query and 3 KV heads: it must divide both"),
+    ],
+)
+def test_a_run_needs_the_proof_of_its_cut(
+    machine: dict[str, str], proven: tuple[int, ...], asked: tuple[int, ...], lacks: str
+) -> None:
+    gemm_table.keep(proof(DEMO, proven, [CAUGHT], "1" * 64).table)
+    digest, missing = gpu_table(DEMO, asked)
+    assert digest == ("" if lacks else "1" * 64)
+    assert [lacks in case.what and not case.holds for case in missing] == [True] * bool(lacks)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_an_even_cut_asks_for_what_qualify_proves(tp: int) -> None:
+    config = qwen3(head_dim=128, intermediate=3072)
+    names = slices(config, tp)
+    assert set(names) <= {str(shape) for shape in run.shapes(config, (tp,))}
+    kinds = [name.split(" ")[0] for name in names]
+    assert {kind: kinds.count(kind) for kind in kinds} == {"forward": 2, "residual": 2, "dx": 4, "fold": 4}
+
+
+def test_an_uneven_cut_is_named_as_it_is() -> None:
+    """301 inner columns on two ranks: 151 and 150, which no proof of halves holds."""
+    names = slices(qwen3(intermediate=301), 2)
+    assert {"forward 302x1024", "forward 300x1024", "dx 151x1024", "dx 150x1024"} <= set(names)
 
 
 @pytest.mark.parametrize("size", ["0", "-1", "7"])
