@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_engine.models.sharding import LayoutRefused, Sharding, merged_names
+from rl_engine.models.weights import in_hf_order
 from rl_engine.parallel import ContextLayout, Group, bounds, zigzag_runs
 from tests.helpers.models import qwen3
 
@@ -97,6 +98,10 @@ def test_every_row_has_one_owner(size: int, vocabulary: int) -> None:
             continue
         rows = torch.cat([ranks[0].canonical_rows(merged, rank) for rank in range(size)])
         assert sorted(rows.tolist()) == list(range(sum(config.tensor_shapes()[name][0] for name in names)))
+        counts = [ranks[0].part_rows(merged, rank) for rank in range(size)]
+        for axis in (0, 1):
+            pieces = [piece.unsqueeze(1 - axis) for piece in rows.split([sum(each) for each in counts])]
+            assert torch.equal(in_hf_order(pieces, counts, axis).flatten(), torch.arange(rows.numel())), merged
         if "_proj" in merged:
             columns = [c for rank in ranks for c in range(*rank.inputs(merged))]
             assert columns == list(range(config.tensor_shapes()[names[0]][1])), merged
