@@ -122,9 +122,9 @@ class NcclTransport:
         if not mine.numel():
             return [torch.empty_like(mine) for _ in range(size)]
         here = mine.to(self.device)
-        found = torch.empty(size * here.numel(), dtype=torch.uint8, device=self.device)
-        self._finish(lambda: dist.all_gather_into_tensor(found, here, group=self.handle, async_op=True))
-        return list(found.to(mine.device).view(size, -1))
+        found = [torch.empty_like(here) for _ in range(size)]
+        self._finish(lambda: dist.all_gather(found, here, group=self.handle, async_op=True))
+        return [part.to(mine.device) for part in found]
 
     def exchange(self, out: Tensor, sizes_out: list[int], sizes_in: list[int]) -> list[Tensor]:
         here = out.to(self.device)
@@ -144,9 +144,7 @@ class NcclTransport:
         return data.to(device)
 
     def barrier(self) -> None:
-        mine = torch.ones(1, dtype=torch.uint8, device=self.device)
-        found = torch.empty(dist.get_world_size(self.handle), dtype=torch.uint8, device=self.device)
-        self._finish(lambda: dist.all_gather_into_tensor(found, mine, group=self.handle, async_op=True))
+        self.gather(torch.ones(1, dtype=torch.uint8, device=self.device), dist.get_world_size(self.handle))
 
 
 Transport = HostTransport | NcclTransport

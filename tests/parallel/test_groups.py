@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -148,6 +149,37 @@ def pass_along(rank: Rank, kind: str = "cpu") -> list[str]:
 
 def test_send_and_receive(tmp_path: Path) -> None:
     assert [rank.result for rank in run_ranks(pass_along, 2, tmp_path)] == [[], []]
+
+
+def by_stand_in(rank: Rank, name: str) -> list[str]:
+    """Faults of one of the above through the transport of own GPUs, with gloo and a CPU in NCCL's and a GPU's place."""
+
+    class Event:
+        def record(self) -> None:
+            pass
+
+        def query(self) -> bool:
+            return True
+
+    torch.cuda.device = lambda device: contextlib.nullcontext()
+    torch.cuda.Event = Event
+    join = Rank.join
+
+    def replaced(rank: Rank, **where: Any) -> groups.Mesh:
+        mesh = join(rank, **where)
+        for group in (mesh.tp, mesh.world):
+            group.transport = groups.NcclTransport(group.transport.handle, torch.device("cpu"))
+            group.barrier()
+        return mesh
+
+    Rank.join = replaced
+    return globals()[name](rank)
+
+
+@pytest.mark.parametrize("name", ["gather_everything", "exchange_everything", "pass_along"])
+def test_the_transport_of_own_gpus_moves_the_same_bytes(name: str, tmp_path: Path) -> None:
+    size = 2 if name == "pass_along" else 3
+    assert [rank.result for rank in run_ranks(by_stand_in, size, tmp_path, name)] == [[]] * size
 
 
 def test_payloads_hold_what_arithmetic_would_change() -> None:
