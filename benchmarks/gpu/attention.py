@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -14,7 +15,9 @@ from benchmarks.gpu import Proof, Row
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.limits import copy_rate, copy_time, read_time
 from benchmarks.gpu.model import QWEN3_8B
+from benchmarks.gpu.reading import contestants
 from rl_engine.models.config import parse_config
+from rl_engine.ops.attention import hopper_forward
 from rl_engine.ops.attention.triton import ANCHOR, TILES, TritonAttention, by_head, decode_pages, store
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.qualify.gpu.data import differing
@@ -42,6 +45,25 @@ def prove(device: Device) -> Iterator[Proof]:
     decode_pages(q[-1:], keys, values, items, table, 1, splits, length, last, last_lse, TILES[WIDTH])
     yield Proof("decode against the training form", last.numel(), differing(last, out[-1:]))
     yield Proof("decode's LSE against the training form", last_lse.numel(), differing(last_lse, lse[-1:]))
+    if hopper_forward.available(keys.device):
+        yield from _reading()
+
+
+def _reading() -> Iterator[Proof]:
+    """Whether the readers that decode is measured beside read every word: their xor against NumPy's."""
+    pages = _pages(3, 1024)
+    for x in pages[:2]:
+        x.normal_()
+    items = torch.tensor([[i, 1023, 1, i] for i in range(3)], dtype=torch.int32, device="cuda")
+    words = numpy.concatenate([x.view(torch.int32).flatten().cpu().numpy() for x in pages[:2]])
+    right, less = (int(numpy.bitwise_xor.reduce(x)) for x in (words, words[1:]))
+    for waiting in (False, True):
+        for name, (run, *_) in contestants([pages], items, waiting).items():
+            assert isinstance(run, functools.partial)
+            run()
+            found = int(numpy.bitwise_xor.reduce(run.args[4].cpu().numpy()))
+            yield Proof(name, 1, int(found != right))
+            yield Proof("xor of all words but one", 1, int(found != less), control=True)
 
 
 def _pages(samples: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,7 +82,7 @@ def measure(device: Device) -> Iterator[Row]:
     rate = copy_rate(device)
     torch.cuda.empty_cache()
     for samples, length in CACHED:
-        yield _decode(device, samples, length, rate)
+        yield from _decode(device, samples, length, rate)
         torch.cuda.empty_cache()
 
 
@@ -118,8 +140,9 @@ def _native(
     return forward, lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True)
 
 
-def _decode(device: Device, samples: int, length: int, rate: float) -> Row:
-    """Calls over several caches, as the layers of a model have them; no key is written, so old ones may come early."""
+def _decode(device: Device, samples: int, length: int, rate: float) -> Iterator[Row]:
+    """Calls over several caches, as the layers of a model have them; no key is written, so old ones may come early.
+    Beside them, on a Hopper, kernels that read the same pages in the same way and do nothing else."""
     moved = samples * length * KV_HEADS * WIDTH * 4
     sets = [_pages(samples, length) for _ in range(max(1, min(8, (400 << 20) // moved + 1)))]
     for keys, values, _ in sets:
@@ -138,6 +161,12 @@ def _decode(device: Device, samples: int, length: int, rate: float) -> Row:
     }
     times = device.times(runs, 0.02)
     ours = times["us"]
+    reads: dict[str, float] = {}
+    if hopper_forward.available(q.device):
+        beside = {waiting: contestants(sets, items, waiting) for waiting in (True, False)}
+        reads = device.times({**beside[True], **beside[False]}, 0.02)
+        read, free = (min(reads[name] for name in beside[waiting]) for waiting in (True, False))
+        beside.clear()
     sets.clear()
     runs.clear()
     torch.cuda.empty_cache()
@@ -146,8 +175,9 @@ def _decode(device: Device, samples: int, length: int, rate: float) -> Row:
     detail["share of that copy"] = copied / ours
     detail["read of as many bytes us"] = read_time(device, moved)
     detail["share of that read"] = detail["read of as many bytes us"] / ours
-    return Row(
-        f"paged decode, {samples} x {length}",
-        *(moved / rate / ours, 0.85, 0.95, "bytes of K and V at the rate of the fastest copy"),
-        detail=detail,
-    )
+    baseline = "bytes of K and V at the rate of the fastest copy"
+    yield Row(f"paged decode, {samples} x {length}", moved / rate / ours, 0.85, 0.95, baseline, detail=detail)
+    if reads:
+        detail = {**reads, "us": read, "without waiting for the last kernel us": free, "decode us": ours}
+        what = f"reading its pages and nothing else, {samples} x {length}"
+        yield Row(what, moved / rate / read, None, None, baseline, detail=detail)

@@ -142,6 +142,21 @@ def paged() -> list[Kernel]:
     ]
 
 
+def readers() -> list[Kernel]:
+    """The benchmark's read of the pages."""
+    names = kinds("k_d v_d", "tensordesc<bf16[64,64],{CHUNKED}>") | kinds("out items tables", "*i32")
+    numbers = kinds("table_width blocks kv_heads count", "i32")
+    return [
+        Kernel(
+            *("benchmarks.gpu.reading", "read_pages_kernel", {**names, **numbers}, {"WAITING": waiting}),
+            unaligned=tuple(numbers),
+            layouts={"CHUNKED": (64, 64)},
+            targets=("cuda:90",),
+        )
+        for waiting in (False, True)
+    ]
+
+
 def attention_backward() -> list[Kernel]:
     module = f"{OPS}.attention.triton_backward"
     tensors = kinds("q k v dout", "*bf16") | {"lse": "*fp32", "delta": "*fp32", "items": "*i32"}
@@ -306,6 +321,7 @@ ROW_KERNELS = [
     *hopper(),
     *hopper_backward(),
     *paged(),
+    *readers(),
     *attention_backward(),
     *norms(),
     *rotations(),
