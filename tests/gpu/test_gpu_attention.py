@@ -245,7 +245,10 @@ RAGGED = [
 ]
 
 
-FORMS = ("chosen", "splits", "singles", "halves", "whole", "alone", "whole halves", "one in flight", "two small ones")
+FORMS = (
+    *("chosen", "splits", "singles", "halves", "whole", "alone", "whole halves"),
+    *("one in flight", "two small ones", "late splits"),
+)
 
 
 def decode_form(name: str) -> Any:
@@ -254,6 +257,7 @@ def decode_form(name: str) -> Any:
 
     form = hopper_paged.Form
     others = {"chosen": None, "one in flight": form(True, 64, 1), "two small ones": form(False, 128, 2, 8, 80)}
+    others["late splits"] = form(False, 128, 2, registers=128, late=20)  # before the first slot
     return (hopper_paged.FORMS | others)[name]
 
 
@@ -288,7 +292,7 @@ def test_every_split_of_every_form_has_the_same_state_and_another_row_sum_is_cau
     layout = PackedLayout((3000, 1100), (2,))
     batch = last_tokens(*qkv(layout.tokens, (8, 2, 128), 2.0), layout, 64, 1)
     right = batch.states(decode_form("splits"))
-    for form in ("singles", "halves", "two small ones"):
+    for form in ("singles", "halves", "two small ones", "late splits"):
         for name, a, b in zip(("o", "l", "mu"), batch.states(decode_form(form)), right, strict=True):
             same(a, b, f"{form}: {name}")
     wrong_l = batch.states(decode_form("splits"), other_row_sums())[1]
@@ -316,7 +320,7 @@ def test_a_decode_that_starts_early_sees_what_the_kernels_before_it_wrote(length
         sets.append((keys, values, table, new, wanted, items, slots, out))
     q = torch.randn(samples, heads, width, device="cuda").bfloat16() * 2
     every_key = samples * length
-    for name, settled in itertools.product(FORMS[:7], (False, True)):
+    for name, settled in itertools.product((*FORMS[:7], "late splits"), (False, True)):
         chosen = decode_form(name)
 
         def run(which: int, form: Any = chosen, settled: bool = settled) -> None:

@@ -125,7 +125,7 @@ def paged() -> list[Kernel]:
         Kernel(
             *(f"{OPS}.attention.hopper_decode", "attention_units_kernel", {**tensors, **small}),
             {"GROUP": 4, "D": width, "DV": columns, "R": rows, "PAGE": page, "ALL": whole, "DIRECT": whole}
-            | {"WITH_LSE": whole, "RING": ring, "WARPS": warps, "SETTLED": settled}
+            | {"WITH_LSE": whole, "RING": ring, "WARPS": warps, "SETTLED": settled, "LATE": late}
             | {"SCORES": scores_layout(rows, warps)},
             *(warps, 1, ("table_width", "heads", "splits", "kv_heads")),
             layouts={"CHUNKED": (64, 64), "PAIR": (128, width), "ROWS": (64, width)}
@@ -133,11 +133,11 @@ def paged() -> list[Kernel]:
             targets=("cuda:90",),
             fma=True,
         )
-        for width, columns, rows, page, whole, ring, warps, settled in (
-            (128, 128, 4, 64, False, 2, 4, True),
-            (128, 128, 8, 256, True, 4, 8, False),
-            (128, 64, 4, 64, True, 5, 4, False),
-            (64, 64, 8, 64, True, 2, 4, True),
+        for width, columns, rows, page, whole, ring, warps, settled, late in (
+            (128, 128, 4, 64, False, 2, 4, True, 0),
+            (128, 128, 8, 256, True, 4, 8, False, 4),
+            (128, 64, 4, 64, True, 5, 4, False, 3),
+            (64, 64, 8, 64, True, 2, 4, True, 0),
         )
     ]
 

@@ -274,7 +274,8 @@ def test_choice_of_a_decode_form() -> None:
     def chosen(*lengths: int) -> object:
         return choose(len(lengths), 8, -(-max(lengths) // 1024), sum(lengths), 132)
 
-    assert chosen(*[1024] * 8) is HALVES and chosen(8192) is HALVES
+    assert chosen(*[1024] * 4) is HALVES and chosen(4096) is HALVES
+    assert chosen(*[1024] * 5) is SINGLES and chosen(8192) is SINGLES
     assert chosen(*[1024] * 9) is SINGLES and chosen(*[4096] * 4) is SINGLES and chosen(*[1024] * 17) is SPLITS
     assert chosen(*[8192] * 8) is WHOLE_HALVES and chosen(*[8192] * 7, 500) is SPLITS
     assert chosen(*[2048] * 16) is ALONE and chosen(*[4096] * 32) is WHOLE

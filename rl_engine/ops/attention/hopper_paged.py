@@ -25,6 +25,8 @@ class Form:
         ring: pairs of blocks that have room in shared memory.
         warps: that compute; 8 only with 128 columns.
         registers: most registers of a thread, so that two programs fit a multiprocessor; None: all that there are.
+        late: the kernel behind may start when so many slots of the ring are left to be asked for (half as many if it
+            merges splits), 0: at once. Keys that it fetches early then do not hold up this one's.
     """
 
     whole: bool
@@ -32,13 +34,14 @@ class Form:
     ring: int
     warps: int = 4
     registers: int | None = None
+    late: int = 0
 
 
 SPLITS = Form(whole=False, columns=128, ring=2, registers=128)
 WHOLE = Form(whole=True, columns=128, ring=2, registers=128)
-SINGLES = Form(whole=False, columns=128, ring=5, warps=8)  # one program fills a multiprocessor, here and below
+SINGLES = Form(whole=False, columns=128, ring=5, warps=8, late=4)  # one program fills a multiprocessor, here and below
 ALONE = Form(whole=True, columns=128, ring=4, warps=8)
-HALVES = Form(whole=False, columns=64, ring=5)
+HALVES = Form(whole=False, columns=64, ring=5, late=3)
 WHOLE_HALVES = Form(whole=True, columns=64, ring=5)
 FORMS = {
     **{"splits": SPLITS, "singles": SINGLES, "halves": HALVES},
@@ -75,13 +78,13 @@ def fits(q: Tensor, k: Tensor, v: Tensor, queries: int) -> bool:
 def choose(samples: int, kv_heads: int, splits: int, keys: int, processors: int) -> Form:
     """The form that was the fastest on an H200 for samples of at most ``splits`` splits and ``keys`` keys together.
 
-    Few splits share the columns of V out; up to one split for every multiprocessor, each takes a whole one. Whole
-    samples need no merge, but the longest must not be left alone: they are taken together only where there is a program
-    for almost every multiprocessor and the mean length is 2/3 of the longest, or 9/10 where there is no other program
-    to fill the gaps.
+    Very few splits share the columns of V out, if the programs of two calls in a row then find a multiprocessor each;
+    up to one split for every multiprocessor, each takes a whole one. Whole samples need no merge, but the longest must
+    not be left alone: they are taken together only where there is a program for almost every multiprocessor and the
+    mean length is 2/3 of the longest, or 9/10 where there is no other program to fill the gaps.
     """
     pairs, most = samples * kv_heads, samples * splits * SPLIT_BLOCKS.value * BLOCK.value
-    if 2 * pairs * splits <= processors:
+    if 4 * pairs * splits <= processors:
         return HALVES
     if pairs * splits <= processors:
         return SINGLES
@@ -142,6 +145,7 @@ def launch_states(
         RING=form.ring,
         WARPS=warps,
         SETTLED=settled,
+        LATE=form.late if direct else (form.late + 1) // 2,
         SCORES=scores_layout(rows, warps),
         num_warps=warps,
         enable_fp_fusion=False,
