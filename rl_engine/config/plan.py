@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+DEVICE_KINDS = {"cpu": "cpu", "cuda": "cuda-sm90", "rocm": "rocm-gfx942"}  # backend -> the contract's device kind
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingPlan:

@@ -26,6 +26,7 @@ from rl_engine.config.options import (
 )
 from rl_engine.config.paths import PathResolver, Value
 from rl_engine.config.plan import (
+    DEVICE_KINDS,
     DataPlan,
     EnginePlan,
     LossPlan,
@@ -38,7 +39,7 @@ from rl_engine.config.plan import (
     Topology,
 )
 from rl_engine.config.profile import LoadedProfile, choose_profile, profile_default
-from rl_engine.numerics.contract import DEVICE_KINDS, Contract
+from rl_engine.numerics.contract import Contract
 from rl_engine.records.errors import UserError
 
 PLAN_SCHEMA = "rlkernel.plan.v1"

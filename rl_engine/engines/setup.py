@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rl_engine.config.plan import Plan
+from rl_engine.config.plan import DEVICE_KINDS, Plan
 from rl_engine.engines.rollout.builtin.engine import Decode, RolloutEngine, RolloutSettings
 from rl_engine.engines.train.builtin import TrainEngine, TrainSettings
 from rl_engine.engines.types import SamplingSettings
@@ -15,7 +15,6 @@ from rl_engine.models.checkpoint import load_weights
 from rl_engine.models.config import ModelConfig, UnsupportedModel, read_config
 from rl_engine.models.sharding import LayoutRefused, Sharding
 from rl_engine.models.weights import ModelWeights, WeightMismatch
-from rl_engine.numerics.contract import DEVICE_KINDS
 from rl_engine.ops import Operators, library
 from rl_engine.ops.device import driver
 from rl_engine.ops.weight import CPU

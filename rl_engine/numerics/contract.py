@@ -11,7 +11,6 @@ import hashlib
 import json
 
 CONTRACT_VERSION = "rlk.v1"
-DEVICE_KINDS = {"cpu": "cpu", "cuda": "cuda-sm90", "rocm": "rocm-gfx942"}  # backend -> the kind that is proven there
 
 
 @dataclasses.dataclass(frozen=True)

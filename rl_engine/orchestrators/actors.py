@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rl_engine.config.plan import Plan
+from rl_engine.config.plan import DEVICE_KINDS, Plan
 from rl_engine.engines.evidence import route_records
 from rl_engine.engines.types import Request, Sample, UpdateResult, WeightSnapshot
-from rl_engine.numerics.contract import DEVICE_KINDS, Contract
+from rl_engine.numerics.contract import Contract
 from rl_engine.orchestrators.memory import peak_resident, return_memory
 from rl_engine.orchestrators.tokens import Tokenizer
 from rl_engine.records.environment import collect_environment, source_record
