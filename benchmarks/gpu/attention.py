@@ -24,6 +24,7 @@ from rl_engine.qualify.gpu.data import differing
 from rl_engine.qualify.gpu.parts import operators
 
 HEADS, KV_HEADS, WIDTH, PAGE = 32, 8, 128, 64  # Qwen3-8B
+LAYERS = parse_config(QWEN3_8B).layers
 PACKED = ((4, 4096), (1, 16384))  # samples, tokens of each
 CACHED = ((8, 1024), (8, 8192), (8, 32768), (16, 2048), (32, 4096), (64, 1024), (64, 8192), (64, 32768))
 
@@ -140,9 +141,15 @@ def _native(
     return forward, lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True)
 
 
+def _layers(runs: list[Callable[[], object]]) -> list[Callable[[], object]]:
+    """The calls of one pass: one for every layer, over the caches in turn."""
+    return [runs[layer % len(runs)] for layer in range(LAYERS)]
+
+
 def _decode(device: Device, samples: int, length: int, rate: float) -> Iterator[Row]:
-    """Calls over several caches, as the layers of a model have them; no key is written, so old ones may come early.
-    Beside them, on a Hopper, kernels that read the same pages in the same way and do nothing else."""
+    """A pass of the model's layers, one call each over several caches, in one graph; no key is written, so old ones
+    may come early. Beside it a graph of one call a cache, where the graph's own start weighs more on each, and, on a
+    Hopper, kernels that read the same pages in the same way and do nothing else."""
     moved = samples * length * KV_HEADS * WIDTH * 4
     sets = [_pages(samples, length) for _ in range(max(1, min(8, (400 << 20) // moved + 1)))]
     for keys, values, _ in sets:
@@ -155,20 +162,25 @@ def _decode(device: Device, samples: int, length: int, rate: float) -> Iterator[
     def run(settled: bool, keys: Tensor, values: Tensor, table: Tensor) -> None:
         decode_pages(q, keys, values, items, table, *counts, out, None, TILES[WIDTH], settled=settled)
 
+    early, late = ([functools.partial(run, settled, *pages) for pages in sets] for settled in (True, False))
     runs = {
-        name: [functools.partial(run, settled, *pages) for pages in sets]
-        for name, settled in (("us", True), ("us, all keys after the last kernel", False))
+        "us": _layers(early),
+        "us, all keys after the last kernel": _layers(late),
+        f"us, a graph of {len(sets)} calls": early,
     }
     times = device.times(runs, 0.02)
     ours = times["us"]
     reads: dict[str, float] = {}
     if hopper_forward.available(q.device):
-        beside = {waiting: contestants(sets, items, waiting) for waiting in (True, False)}
+        beside = {
+            waiting: {name: _layers(reading) for name, reading in contestants(sets, items, waiting).items()}
+            for waiting in (True, False)
+        }
         reads = device.times({**beside[True], **beside[False]}, 0.02)
         read, free = (min(reads[name] for name in beside[waiting]) for waiting in (True, False))
         beside.clear()
-    sets.clear()
-    runs.clear()
+    for made in (sets, runs, early, late):
+        made.clear()
     torch.cuda.empty_cache()
     copied = copy_time(device, moved)
     detail = {**times, "limit us": moved / rate, "copy of as many bytes us": copied, "copy GB/s": rate / 1e3}
