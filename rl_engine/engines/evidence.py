@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -82,12 +83,12 @@ def samples_of(batch: SampleBatch) -> list[Sample]:
 
 
 def route_records(routes: Sequence[Route], side: Side) -> list[RouteRecord]:
-    """One record per operator, provider and dtype, with its row buckets."""
-    joined: dict[tuple[str, str, str], dict[str, int]] = {}
+    """One record per operator, provider, dtype and form of execution, with its row buckets."""
+    joined: dict[tuple[str, str, str, Literal["eager", "graph"]], dict[str, int]] = {}
     for route in routes:
-        shapes = joined.setdefault((route.operator, route.provider, route.dtype), {})
+        shapes = joined.setdefault((route.operator, route.provider, route.dtype, route.execution), {})
         shapes[f"T<={route.rows}"] = shapes.get(f"T<={route.rows}", 0) + route.calls
     return [
-        RouteRecord(side, operator, provider, dtype, "eager", sum(shapes.values()), shapes)
-        for (operator, provider, dtype), shapes in sorted(joined.items())
+        RouteRecord(side, operator, provider, dtype, execution, sum(shapes.values()), shapes)
+        for (operator, provider, dtype, execution), shapes in sorted(joined.items())
     ]

@@ -184,6 +184,13 @@ class Decoder:
         """Draws the token after each row of hidden bf16 [R, H]; one key a row, all of one seed and step."""
         return Drawn(*self.place.draw(hidden, self.weights.head, temperature, top_k, top_p, keys))
 
+    def draw_words(self, hidden: Tensor, temperature: float, words: Tensor) -> tuple[Tensor, Tensor]:
+        """(tokens int64 [R], logprobs fp32 [R]) as :meth:`draw` without filters, on one rank alone, without a word to
+        the host: identities ``words`` int32 [R, 5] lie on the device (seed, step, position, sample, prompt), and a NaN
+        among a row's logits is token -1. What captured passes draw with."""
+        assert isinstance(self.place, OneRank)
+        return self.place.draw_words(hidden, self.weights.head, temperature, words)
+
     def raw_logprobs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """fp32 [R]: log-probability of tokens int64 [R] at temperature 1 over the whole vocabulary."""
         return self.place.raw_logprobs(hidden, self.weights.head, tokens)

@@ -100,6 +100,11 @@ class OneRank:
         logprobs, _ = self.ops.logp_from_logits(z, tokens, temperature, mask)
         return tokens, logprobs, mask
 
+    def draw_words(self, hidden: Tensor, weight: Weight, temperature: float, words: Tensor) -> tuple[Tensor, Tensor]:
+        """(tokens int64, logprobs fp32) without filters, of draws whose identities lie on the device; as
+        ``Operators.draw_and_score``."""
+        return self.ops.draw_and_score(self.ops.logits(hidden, weight), temperature, words)
+
     def raw_logprobs(self, hidden: Tensor, weight: Weight, tokens: Tensor) -> Tensor:
         """fp32: log-probability of ``tokens`` at temperature 1 over the whole vocabulary."""
         return self.ops.logp_from_logits(self.ops.logits(hidden, weight), tokens, 1.0, None)[0]

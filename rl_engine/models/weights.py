@@ -77,12 +77,18 @@ class ModelWeights:
     def load(self, read: Read) -> None:
         """Replaces every weight by what ``read`` gives; K-sharded copies must be refreshed afterwards.
 
+        On a GPU the values keep their place, so that captured passes over them hold.
+
         Raises:
             WeightMismatch: rows of another shape.
         """
         for weight in self:
-            trains = weight.value.requires_grad
-            weight.value = self._join(weight.parts, read).contiguous().requires_grad_(trains)
+            fresh = self._join(weight.parts, read)
+            if weight.value.is_cuda:
+                with torch.no_grad():
+                    weight.value.copy_(fresh)
+            else:
+                weight.value = fresh.contiguous().requires_grad_(weight.value.requires_grad)
 
     def export_rows(self) -> dict[str, tuple[int, Tensor]]:
         """HF name -> (first row, bf16 view of this rank's rows), in canonical order."""

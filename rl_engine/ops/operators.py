@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import importlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from rl_engine.ops.adamw import AdamScalars
+from rl_engine.ops.attention.static import DecodeBatch, attend
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.rope import RopeTable
 from rl_engine.ops.sample import DrawKey
+from rl_engine.ops.selected_logp import LogpState, inverse_temperature
 from rl_engine.ops.weight import CPU, Weight
 
 # operator -> provider name -> (module, class)
@@ -140,13 +143,18 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """Measured calls of one operator: rows are counted in buckets of the next power of two."""
+    """Measured calls of one operator: rows are counted in buckets of the next power of two. ``execution`` is ``eager``
+    or ``graph``: part of a captured pass that was replayed."""
 
     operator: str
     provider: str
     dtype: str
     rows: int
     calls: int
+    execution: Literal["eager", "graph"] = "eager"
+
+
+Calls = collections.Counter[tuple[str, str, int]]  # (operator, dtype, bucket of rows) -> calls
 
 
 class Operators:
@@ -158,7 +166,8 @@ class Operators:
             raise UnknownProvider(f"no provider named for {', '.join(sorted(missing))}")
         self.names = dict(providers)
         self._providers = {name: provider(name, providers[name]) for name in OPERATORS}
-        self._calls: collections.Counter[tuple[str, str, int]] = collections.Counter()
+        self._calls: Calls = collections.Counter()
+        self._replayed: Calls = collections.Counter()
 
     def check_device(self, device: torch.device) -> None:
         """
@@ -183,11 +192,26 @@ class Operators:
         self.count(operator, x)
         return self._providers[operator]
 
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Calls]:
+        """Calls inside are recorded for replays and did not execute: they count in what is handed out alone."""
+        executed, self._calls = self._calls, collections.Counter()
+        try:
+            yield self._calls
+        finally:
+            self._calls = executed
+
+    def count_replay(self, calls: Calls) -> None:
+        """Counts one replay of recorded ``calls``."""
+        self._replayed.update(calls)
+
     def routes(self) -> list[Route]:
-        """Every operator that ran, in order."""
+        """Every operator that ran, in order: launched calls, then those of replayed graphs."""
+        forms: tuple[tuple[Literal["eager", "graph"], Calls], ...] = (("eager", self._calls), ("graph", self._replayed))
         return [
-            Route(operator, self.names[operator], dtype, rows, calls)
-            for (operator, dtype, rows), calls in sorted(self._calls.items())
+            Route(operator, self.names[operator], dtype, rows, calls, execution)
+            for execution, counted in forms
+            for (operator, dtype, rows), calls in sorted(counted.items())
         ]
 
     def pack(self, weights: list[Weight], *, drop_value: bool) -> None:
@@ -240,6 +264,13 @@ class Operators:
     def attention_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: Any, layer: int, batch: Any) -> Tensor:
         return self._use("attention", q).cached(q, k, v, cache, layer, batch)
 
+    def attention_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Any, layer: int, batch: DecodeBatch) -> Tensor:
+        """As ``attention_cached``; a graph that captured it may be replayed with other positions, slots and tables."""
+        provider = self._use("attention", q)
+        if self.names["attention"] in GPU:
+            return attend(provider, q, k, v, cache, layer, batch)
+        return provider.cached(q, k, v, cache, layer, batch)
+
     def new_cache(
         self, layers: int, kv_heads: int, width: int, pages: int, page: int, device: torch.device = CPU
     ) -> Any:
@@ -272,6 +303,16 @@ class Operators:
 
     def draw(self, z: Tensor, inv_t: float, mask: Tensor | None, keys: list[DrawKey]) -> Tensor:
         return self._use("sample", z).draw(z, inv_t, mask, keys)
+
+    def draw_and_score(self, z: Tensor, temperature: float, words: Tensor) -> tuple[Tensor, Tensor]:
+        """(tokens int64 [R], logprobs fp32 [R]) of draws from all columns of logits z fp32 [R, V], identities int32
+        [R, 5] on the device: seed, step, position, sample, prompt. Nothing is compared on the host: a row with a NaN
+        has token -1."""
+        inv_t, state = inverse_temperature(temperature), LogpState.empty(z.shape[0], z.device)
+        tokens: Tensor = self._use("sample", z).best_of(z, 0, inv_t, None, words)[1]
+        scorer = self._use("selected_logp", z)
+        scorer.merge_columns(z, 0, z.shape[1], inv_t, None, tokens, state)
+        return tokens, scorer.finish(state)[0]
 
     def norm_bins(self, grad: Tensor) -> Tensor:
         return self._use("grad_norm", grad).bins(grad)

@@ -216,12 +216,134 @@ def test_preempted_samples_have_the_same_bits(scene: Scene) -> None:
     assert engine.statistics.preemptions > 0
 
 
+EVERY_SIZE = tuple(range(1, 65))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"page": 64}, {"chunk": 7, "page": 64, "max_batch": 3}, {"graph_sizes": (16,)}, {"page": 128, "chunk": 400}],
+    ids=str,
+)
+def test_replayed_graphs_have_the_same_bits(scene: Scene, settings: dict[str, Any]) -> None:
+    """Samples come and go, lengths cross a KV split, batches are padded, pages are small and large."""
+    engine = rollout(scene.weights, operators(), **{"graph_sizes": EVERY_SIZE, **settings})
+    check_samples(engine.generate(asked(scene.config), 0, SAMPLING), scene.samples)
+    seen = engine.statistics
+    assert seen.replayed > 3 and seen.captured == len(engine.graphs.captured) > 0, seen
+    again = engine.generate(asked(scene.config), 0, SAMPLING)
+    check_samples(again, scene.samples)
+    engine.memory.check()
+    assert {r.execution for r in engine.ops.routes()} == {"eager", "graph"}
+
+
+def test_replayed_graphs_of_preempted_samples(scene: Scene) -> None:
+    """A tight pool: pages move from one sample to another between replays."""
+    settings = sampling(max_response_len=24)
+    expected = rollout(scene.weights, operators()).generate(asked(scene.config), 0, settings)
+    engine = rollout(scene.weights, operators(), pages=82, graph_sizes=EVERY_SIZE)
+    check_samples(engine.generate(asked(scene.config), 0, settings), expected)
+    assert engine.statistics.preemptions > 0 and engine.statistics.replayed > 0
+
+
+def later_arrivals(engine: RolloutEngine, config: ModelConfig) -> list[Sample]:
+    """The requests begin one after another, so that a pool without a fixed size grows under samples that decode."""
+    outputs = []
+    for request in asked(config):
+        engine.add(Job(request, 0, SAMPLING))
+        for _ in range(5):
+            outputs += engine.step()
+    while engine.unfinished:
+        outputs += engine.step()
+    return [output.sample for output in sorted(outputs, key=lambda output: output.number)]
+
+
+def test_graphs_are_dropped_when_the_pool_grows(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_engine.engines.rollout.builtin.memory.EXPECTED", 1)
+    engine = rollout(scene.weights, operators(), graph_sizes=EVERY_SIZE)
+    check_samples(later_arrivals(engine, scene.config), scene.samples)
+    assert engine.statistics.replayed > 0
+
+
+def test_graphs_hold_over_new_weights_in_their_place(scene: Scene) -> None:
+    """A reload writes into the same memory: nothing is captured anew, and the bits are those of the new weights.
+    Weights elsewhere drop the graphs."""
+    from rl_engine.engines.snapshot import export_snapshot
+
+    other = random_weights(scene.config, 1, device=DEVICE)
+    few, settings = asked(scene.config)[:4], sampling(max_response_len=12)
+    expected = rollout(other, operators()).generate(few, 0, settings)
+    engine = rollout(scene.weights, operators(), graph_sizes=(4,))
+    before = engine.generate(few, 0, settings)
+    captured = engine.statistics.captured
+    engine.load_weights(export_snapshot(other, 1))
+    check_samples(engine.generate(few, 0, settings), expected)
+    assert engine.statistics.captured == captured > 0
+    assert differing(rollout_logprobs(before), rollout_logprobs(expected)) > 0
+    for weight, value in zip(engine.weights, (w.value for w in scene.weights), strict=True):
+        weight.value = value.clone()
+    engine.memory.forget()
+    check_samples(engine.generate(few, 0, settings), before)
+    assert engine.statistics.captured > captured
+
+
+@pytest.mark.parametrize("control", ["addresses", "tables", "padding"])
+def test_without_the_care_graphs_change_bits(scene: Scene, control: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controls: graphs kept over weights that lie elsewhere, tables that are not written on, padding on a page of a
+    sample."""
+    from rl_engine.engines.rollout.builtin.graphs import DecodeGraphs, Inputs
+    from rl_engine.models.placement import NonFiniteLogits
+
+    begin, init = Inputs._begin, Inputs.__init__
+
+    def once(self: Inputs, row: int, sequence: Any, table: list[int]) -> None:
+        begin(self, row, sequence, table)
+        self.block.host["tables"][row, : len(table)] = table
+        self._written[row] = 10**6
+
+    def live(self: Inputs, device: Any, rows: int, width: int, page: int, scratch: int) -> None:
+        init(self, device, rows, width, page, scratch + 1)
+
+    few = [request for request in asked(scene.config) if len(request.tokens) < 8]
+    settings = sampling(max_response_len=24)
+    expected = rollout(scene.weights, operators()).generate(few, 0, settings)
+    if control == "tables":
+        monkeypatch.setattr(Inputs, "_begin", once)
+    elif control == "padding":
+        monkeypatch.setattr(Inputs, "__init__", live)
+    else:
+        monkeypatch.setattr(DecodeGraphs, "addresses", lambda self: ())
+    engine = rollout(scene.weights, operators(), graph_sizes=(8,))
+    if control == "addresses":
+        kept = [weight.value for weight in engine.weights]
+        other = random_weights(scene.config, 1, device=DEVICE)
+        for weight, value in zip(engine.weights, (w.value for w in other), strict=True):
+            weight.value = value.clone()
+        engine.generate(few, 0, settings)
+        replaced = [weight.value for weight in engine.weights]  # alive, as what a graph reads must be
+        for weight, value in zip(engine.weights, kept, strict=True):
+            weight.value = value
+        engine.memory.forget()
+        assert len(replaced) == len(kept)
+    try:
+        found = engine.generate(few, 0, settings)
+    except NonFiniteLogits:
+        return
+    finally:
+        assert engine.statistics.replayed > 0
+    assert differing(rollout_logprobs(found), rollout_logprobs(expected)) > 5
+
+
 def test_filters_and_temperature(scene: Scene) -> None:
     """The trainer scores over the retained sets that the rollout drew from; raw logprobs are those of temperature 1 and
     every column."""
     settings = sampling(max_response_len=12, temperature=0.7, top_k=50, top_p=0.9)
     jobs = [Job(request, 0, settings, raw=True) for request in asked(scene.config)]
     outputs = rollout(scene.weights, operators()).run(jobs)
+    graphs = rollout(scene.weights, operators(), graph_sizes=EVERY_SIZE)
+    for a, b in zip(graphs.run(jobs), outputs, strict=True):
+        check_samples([a.sample], [b.sample])
+        assert_bitwise(a.raw_logprobs, b.raw_logprobs, "raw")
+    assert graphs.statistics.replayed > 0, "hidden states at least come from graphs"
     drawn = [output.sample for output in outputs]
     assert all(s.retained is not None for s in drawn)
     scores = joined(trainer(scene.weights, operators(), temperature=0.7).score(drawn))
@@ -289,6 +411,9 @@ def test_the_proven_tables_products_have_the_same_bits(scene: Scene, monkeypatch
     monkeypatch.setattr(gemm_table, "current", lambda: table)
     drawn = rollout(scene.weights, Operators(uniform("gpu"))).generate(asked(scene.config), 0, SAMPLING)
     assert_bitwise(rollout_logprobs(drawn), rollout_logprobs(scene.samples), "rollout")
+    graphs = rollout(scene.weights, Operators(uniform("gpu")), graph_sizes=EVERY_SIZE)
+    check_samples(graphs.generate(asked(scene.config), 0, SAMPLING), scene.samples)
+    assert graphs.statistics.replayed > 0
     expected = record(trainer(scene.weights, operators()), scene.samples)
     for packing in ({}, {"max_tokens": 10_000}):
         actual = record(trainer(scene.weights, Operators(uniform("gpu")), **packing), scene.samples)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl_engine.engines.evidence import route_records
 from rl_engine.ops import OPERATORS, Operators, UnknownProvider, library, uniform
 from rl_engine.ops.functions import chain256_gemm
 from rl_engine.ops.layout import PackedLayout
@@ -92,6 +93,36 @@ def test_backward_is_not_counted_as_a_second_call() -> None:
     x = bf16_randn(5, 30, seed=2).requires_grad_()
     ops.linear(x, weight, None, PackedLayout((5,), (1,))).sum().backward()
     assert [(r.operator, r.calls) for r in ops.routes()] == [("linear", 1)]
+
+
+def test_recorded_calls_count_when_they_are_replayed() -> None:
+    """Not when they are captured; apart from calls that were launched, in a run's records too."""
+    ops, weight = Operators(uniform("cpu")), random_weight(20, 30, seed=1)
+    with torch.no_grad(), ops.recording() as calls:
+        ops.linear(bf16_randn(3, 30, seed=2), weight)
+        ops.linear(bf16_randn(4, 30, seed=2), weight)
+    assert ops.routes() == []
+    with torch.no_grad():
+        ops.linear(bf16_randn(3, 30, seed=2), weight)
+    for _ in range(5):
+        ops.count_replay(calls)
+    assert [(r.operator, r.rows, r.calls, r.execution) for r in ops.routes()] == [
+        ("linear", 4, 1, "eager"),
+        ("linear", 4, 10, "graph"),
+    ]
+    records = route_records(ops.routes(), "rollout")
+    assert [(r.execution, r.calls, r.shapes) for r in records] == [
+        ("eager", 1, {"T<=4": 1}),
+        ("graph", 10, {"T<=4": 10}),
+    ]
+
+
+def test_a_failed_capture_leaves_the_counters_as_they_were() -> None:
+    ops, weight = Operators(uniform("cpu")), random_weight(20, 30, seed=1)
+    with pytest.raises(ZeroDivisionError), torch.no_grad(), ops.recording():
+        ops.linear(bf16_randn(3, 30, seed=2), weight)
+        raise ZeroDivisionError
+    assert ops.routes() == []
 
 
 def test_providers_may_be_mixed() -> None:

@@ -15,6 +15,7 @@ from rl_engine.engines.rollout.builtin.memory import PagedMemory
 from rl_engine.engines.types import Request
 from rl_engine.models.weights import ModelWeights, random_weights
 from rl_engine.ops import Operators, uniform
+from tests.helpers.graphs import RememberedGraphs, WordsSample
 from tests.helpers.models import copy_weights, prompts, qwen3, sampling
 from tests.helpers.numeric import assert_bitwise
 
@@ -29,15 +30,26 @@ def small_weights(seed: int = 0) -> ModelWeights:
 
 
 def providers(kind: str) -> Operators:
-    """``cpu``, or ``sdpa``: the same with torch's attention alone."""
-    return Operators(uniform("cpu") if kind == "cpu" else {**uniform("cpu"), "attention": "stock"})
+    """``cpu``, or ``sdpa``: the same with torch's attention alone; ``graphs``: with a sampler that takes words."""
+    ops = Operators({**uniform("cpu"), "attention": "stock"} if kind == "sdpa" else uniform("cpu"))
+    if kind == "graphs":
+        ops._providers["sample"] = WordsSample()
+    return ops
 
 
 def make_engine(kind: str = "cpu", seed: int = 0, **settings: object) -> RolloutEngine:
-    """An engine on a copy of :func:`small_weights`; ``decode`` joins ids with dots."""
+    """An engine on a copy of :func:`small_weights`; ``decode`` joins ids with dots. With ``graphs`` it replays passes
+    that :class:`RememberedGraphs` captured, of every size."""
     weights = copy_weights(small_weights(seed))
     decode = lambda ids: "".join(f"{token}." for token in ids)  # noqa: E731
-    return RolloutEngine(weights, providers(kind), POSITIONS, RolloutSettings(**settings), decode=decode)  # type: ignore[arg-type]
+    device = RememberedGraphs() if kind == "graphs" else None
+    if device is not None:
+        settings = {"graph_sizes": tuple(range(1, 65)), **settings}
+    chosen = RolloutSettings(**settings)  # type: ignore[arg-type]
+    engine = RolloutEngine(weights, providers(kind), POSITIONS, chosen, decode=decode, graph_device=device)
+    if device is not None:
+        device.engine = engine
+    return engine
 
 
 @functools.cache

@@ -99,6 +99,26 @@ def test_hash_depends_on_everything_before() -> None:
     assert block_hash(b"", [1, 256]) != block_hash(b"", [257, 0])
 
 
+@pytest.mark.parametrize(("late", "count", "shared"), [(True, 1, 0), (True, 16, 0), (True, 17, 1), (False, 1, 1)])
+def test_a_page_that_few_tokens_fill_is_shared_from_the_next_pass_on(late: bool, count: int, shared: int) -> None:
+    """On a GPU: its decode kernel may fetch old keys while those of its own pass are stored; behind a prefill kernel
+    they are there."""
+    memory = PagedMemory(PagedCache(1, 1, 1, 20, 32), False, True, late=late)
+    tokens = tuple(range(40))
+    first, second, third = (Sequence.begin(n, Job(Request(n, 0, tokens), 0, sampling())) for n in range(3))
+    for sequence in (first, second, third):
+        memory.join(sequence)
+    first.computed = 32 - count
+    assert memory.extend(first, count)
+    memory.announce(first, count)
+    memory.match(second)
+    assert len(memory.tables[1]) == shared
+    memory.settle()
+    memory.match(third)
+    assert memory.tables[2] == memory.tables[0][:1]
+    memory.check()
+
+
 class World:
     """Scheduler and pool over a cache of one tiny layer; a pass only counts tokens, and every draw is the same id."""
 

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rl_engine.engines.rollout.builtin.graphs import DecodeGraphs, GraphDevice, captured_sizes, one_temperature
 from rl_engine.engines.rollout.builtin.log import Added, Cancelled, Entry, Loading, Pass, ReplayMismatch, SchedulerLog
 from rl_engine.engines.rollout.builtin.memory import DenseMemory, Memory, PagedMemory
 from rl_engine.engines.rollout.builtin.scheduler import Scheduler
@@ -26,6 +27,7 @@ from rl_engine.engines.rollout.builtin.sequence import Job, Output, RolloutSetti
 from rl_engine.engines.snapshot import load_snapshots
 from rl_engine.engines.types import Request, Sample, SamplingSettings, WeightSnapshot, pack_retained
 from rl_engine.models.decoder import Decoder
+from rl_engine.models.placement import refuse_nan
 from rl_engine.models.weights import ModelWeights
 from rl_engine.ops import Operators
 from rl_engine.ops.attention.stock import DenseCache
@@ -43,9 +45,12 @@ STOP_MARGIN = 8  # tokens searched for a stop string beyond its own bytes
 
 @dataclasses.dataclass
 class Statistics:
-    """Sums since the engine started; ``worst_wait`` in passes."""
+    """Sums since the engine started; ``worst_wait`` in passes, ``replayed`` passes that were graphs, of which
+    ``captured`` were made."""
 
     passes: int = 0
+    replayed: int = 0
+    captured: int = 0
     prefill_tokens: int = 0
     shared_tokens: int = 0
     preemptions: int = 0
@@ -70,6 +75,8 @@ class RolloutEngine:
         name: engine's name in the evidence.
         decode: text of token ids; needed for stop strings.
         mesh: the ranks that compute together; one by default.
+        graph_device: captures decode passes of the settings' ``graph_sizes``; the GPU where weights and providers are
+            its, otherwise none: every pass is launched then.
     """
 
     def __init__(
@@ -81,6 +88,7 @@ class RolloutEngine:
         name: str = "rollout-0",
         decode: Decode | None = None,
         mesh: Mesh | None = None,
+        graph_device: GraphDevice | None = None,
     ) -> None:
         self.weights, self.ops, self.settings, self.name, self.decode = weights, operators, settings, name, decode
         self.decoder = Decoder(weights, operators, positions, mesh)
@@ -89,21 +97,28 @@ class RolloutEngine:
         self.generated_tokens = 0
         self.statistics = Statistics()
         self.log = SchedulerLog(settings.log_entries)
-        self.memory = self._new_memory()
+        sizes = captured_sizes(settings.graph_sizes, settings.max_batch)
+        graph_device = (graph_device or _gpu(operators, weights.device)) if sizes else None
+        self.memory = self._new_memory(graph_device is not None)
+        self.graphs: DecodeGraphs | None = None
+        if graph_device is not None and isinstance(self.memory, PagedMemory):
+            self.graphs = DecodeGraphs(self.decoder, self.memory, sizes, graph_device)
         self.scheduler = Scheduler(settings, self.memory)
         self._arrivals = 0
         self._outputs: list[Output] = []
         self._script: deque[Entry] | None = None
         self._prepare()
 
-    def _new_memory(self) -> Memory:
+    def _new_memory(self, scratch: bool) -> Memory:
         config, settings = self.weights.config, self.settings
         heads = self.decoder.cache_heads
-        shape = (config.layers, heads, config.head_dim, settings.pages or 0, settings.page)
+        pages = 0 if settings.pages is None else settings.pages + scratch
+        shape = (config.layers, heads, config.head_dim, pages, settings.page)
         cache = self.ops.new_cache(*shape, self.weights.device)
         if isinstance(cache, DenseCache):
             return DenseMemory(cache)
-        return PagedMemory(cache, settings.pages is None, settings.share_prefixes)
+        late = self.weights.device.type == "cuda"
+        return PagedMemory(cache, settings.pages is None, settings.share_prefixes, scratch, late)
 
     def _prepare(self) -> None:
         matrices = [w for w in self.weights if len(w.shape) == 2 and w is not self.weights.embedding]
@@ -299,9 +314,10 @@ class RolloutEngine:
         try:
             with torch.no_grad():
                 work, entry = self._decide(begun_only)
-                ready, hidden = self._compute(work)
-                for group in _draw_groups(ready):
-                    self._draw([ready[i] for i in group], hidden if len(group) == len(ready) else hidden[group])
+                ready = self._decode_by_graph(work)
+                if ready is None:
+                    ready, hidden = self._compute(work)
+                    self._draw_all(ready, hidden)
             finished = self._retire(ready)
         except BaseException:
             # Announced pages may hold nothing: what is in flight cannot be trusted.
@@ -338,9 +354,31 @@ class RolloutEngine:
                 rows.append(row)
         return ready, hidden if len(rows) == hidden.shape[0] else hidden[torch.tensor(rows, dtype=torch.int64)]
 
+    def _decode_by_graph(self, work: list[tuple[Sequence, int]]) -> list[Sequence] | None:
+        """A whole pass, draws too, that is one new token of every sample; None where it is another, or there are no
+        graphs."""
+        if self.graphs is None or not self.graphs.take(work):
+            return None
+        ready = [sequence for sequence, _ in work]
+        found = self.graphs.run(ready, one_temperature(ready, self.weights.config.vocabulary))
+        for sequence in ready:
+            sequence.computed += 1
+        self.statistics.replayed, self.statistics.captured = self.graphs.replayed, len(self.graphs.captured)
+        if isinstance(found, Tensor):
+            self._draw_all(ready, found)
+        else:
+            tokens, logprobs = found
+            self._append(ready, refuse_nan(tokens), logprobs, logprobs, None)
+        return ready
+
+    def _draw_all(self, ready: list[Sequence], hidden: Tensor) -> None:
+        """The next tokens of samples from hidden bf16 [R, H], group by group."""
+        for group in _draw_groups(ready):
+            self._draw([ready[i] for i in group], hidden if len(group) == len(ready) else hidden[group])
+
     def _draw(self, ready: list[Sequence], hidden: Tensor) -> None:
         """The next token of samples that share seed, step and filters, from hidden bf16 [R, H]."""
-        first, vocabulary = ready[0].job, self.weights.config.vocabulary
+        first = ready[0].job
         sampling = first.sampling
         keys = [
             DrawKey(sampling.seed, first.step, s.job.request.prompt, s.job.request.sample, len(s.tokens)) for s in ready
@@ -349,8 +387,15 @@ class RolloutEngine:
         raw = drawn.logprobs
         if any(s.job.raw for s in ready) and (sampling.temperature != 1.0 or drawn.mask is not None):
             raw = self.decoder.raw_logprobs(hidden, drawn.tokens)
-        bits = None if drawn.mask is None else drawn.mask.cpu().numpy()
-        values = zip(ready, drawn.tokens.tolist(), drawn.logprobs.tolist(), raw.tolist(), strict=True)
+        self._append(ready, drawn.tokens, drawn.logprobs, raw, drawn.mask)
+
+    def _append(
+        self, ready: list[Sequence], tokens: Tensor, logprobs: Tensor, raw: Tensor, mask: Tensor | None
+    ) -> None:
+        """Drawn tokens int64 [R], their logprobs fp32 [R] and those at temperature 1, packed retained sets if any."""
+        vocabulary = self.weights.config.vocabulary
+        bits = None if mask is None else mask.cpu().numpy()
+        values = zip(ready, tokens.tolist(), logprobs.tolist(), raw.tolist(), strict=True)
         for row, (sequence, token, logprob, raw_logprob) in enumerate(values):
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
@@ -390,6 +435,15 @@ class RolloutEngine:
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
             self.scheduler.remove(sequence)
         self.memory.forget()
+
+
+def _gpu(operators: Operators, device: torch.device) -> GraphDevice | None:
+    """What captures where weights lie on a GPU and every operator of a decode pass is the contract's."""
+    if device.type != "cuda" or "stock" in operators.names.values():
+        return None
+    from rl_engine.engines.rollout.builtin.cuda_graphs import CudaGraphDevice
+
+    return CudaGraphDevice(device)
 
 
 def _draw_groups(ready: list[Sequence]) -> list[list[int]]:

@@ -10,6 +10,7 @@ from rl_engine.engines.rollout.builtin.sequence import Job, Sequence
 from rl_engine.ops.attention.paged import PagedBatch, PagedCache
 from rl_engine.ops.attention.stock import DenseBatch, DenseCache
 
+FEW = 16  # tokens of one sample that a decode kernel may take in a pass
 EXPECTED = 256  # response tokens that a cache of no fixed size has room for before it grows
 
 Work = Items[tuple[Sequence, int]]  # (sample, tokens to append), a pass
@@ -44,7 +45,11 @@ class Memory(Protocol):
         """Room for ``count`` more tokens; False, and nothing taken, where the pool has none."""
 
     def announce(self, sequence: Sequence, count: int) -> None:
-        """The next pass surely computes ``count`` tokens of the sample: pages that become full can be shared."""
+        """The next pass surely computes ``count`` tokens of the sample: pages that become full can be shared, at once
+        or from the pass behind it on."""
+
+    def settle(self) -> None:
+        """The next pass is decided: what was announced can be shared."""
 
     def batch(self, work: Work) -> tuple[Work, Any]:
         """The pass, its samples in the order that the cache wants, and what attention needs to know of it."""
@@ -60,15 +65,32 @@ class PagedMemory:
     """One pool of pages for all layers, samples of any length.
 
     A page is shared from the moment a pass that fills it is certain: attention stores all keys of a pass before it
-    reads any, so samples of one prompt that start together compute their common pages once.
+    reads any, so samples of one prompt that start together compute their common pages once. With ``late`` a page whose
+    last tokens are few is shared from the next pass on: a GPU's decode kernel may fetch a sample's old keys while new
+    ones are stored.
 
-    A pool that ``grows`` takes more memory where one of fixed size has none left.
+    A pool that ``grows`` takes more memory where one of fixed size has none left. With ``scratch`` one page belongs to
+    no sample: rows that pad a captured pass write there. A table is a list that only grows, a new one after a sample
+    left.
     """
 
-    def __init__(self, cache: PagedCache, grows: bool, share: bool) -> None:
+    def __init__(self, cache: PagedCache, grows: bool, share: bool, scratch: bool = False, late: bool = False) -> None:
         self.cache, self.pool, self.grows, self.sharing = cache, PagePool(cache.pages), grows, share
         self.page = cache.page
         self.tables: dict[int, list[int]] = {}
+        self.late = late
+        self._later: list[tuple[int, bytes]] = []
+        self.scratch: int | None = None
+        if scratch:
+            if grows:
+                self._grow(1)
+            self.scratch = self.pool.take()
+            assert self.scratch is not None
+
+    @property
+    def pages(self) -> int:
+        """Pages that samples can have."""
+        return self.pool.pages - (self.scratch is not None)
 
     def needed(self, tokens: int) -> int:
         """Pages of a sample of ``tokens`` tokens."""
@@ -91,7 +113,7 @@ class PagedMemory:
         return pages
 
     def limit(self) -> int | None:
-        return None if self.grows else self.pool.pages * self.page
+        return None if self.grows else self.pages * self.page
 
     def plan_for(self, jobs: Items[Job], rows: int) -> None:
         if self.grows:
@@ -99,9 +121,10 @@ class PagedMemory:
             self._grow(sum(sorted(map(self.needed, first), reverse=True)[:rows]))
 
     def _grow(self, pages: int) -> None:
-        if pages > self.pool.pages:
-            self.cache.grow(pages)
-            self.pool.grow(pages)
+        if pages > self.pages:
+            all_pages = pages + self.pool.pages - self.pages
+            self.cache.grow(all_pages)
+            self.pool.grow(all_pages)
 
     def join(self, sequence: Sequence) -> None:
         self.tables[sequence.number] = []
@@ -127,7 +150,7 @@ class PagedMemory:
         if wanted > self.pool.available:
             if not self.grows:
                 return False
-            self._grow(self.pool.pages + max(wanted, self.pool.pages // 2))
+            self._grow(self.pages + max(wanted, self.pages // 2))
         for _ in range(wanted):
             page = self.pool.take()
             assert page is not None
@@ -135,10 +158,22 @@ class PagedMemory:
         return True
 
     def announce(self, sequence: Sequence, count: int) -> None:
+        page = self.page
+        full = range(sequence.computed // page, (sequence.computed + count) // page)
+        if not self.sharing or not full:
+            return
         table = self.tables[sequence.number]
-        for block in range(sequence.computed // self.page, (sequence.computed + count) // self.page):
-            if self.sharing:
-                self.pool.register(table[block], sequence.hash_of(block, self.page))
+        found = [(table[block], sequence.hash_of(block, page)) for block in full]
+        if self.late and count <= FEW:
+            self._later += found
+            return
+        for owned, key in found:
+            self.pool.register(owned, key)
+
+    def settle(self) -> None:
+        for owned, key in self._later:
+            self.pool.register(owned, key)
+        self._later.clear()
 
     def batch(self, work: Work) -> tuple[Work, PagedBatch]:
         tables = [self.tables[sequence.number] for sequence, _ in work]
@@ -146,10 +181,11 @@ class PagedMemory:
         return work, PagedBatch.build(tables, starts, counts, self.page)
 
     def forget(self) -> None:
+        self._later.clear()
         self.pool.forget()
 
     def check(self) -> None:
-        self.pool.check(self.tables.values())
+        self.pool.check([*self.tables.values(), [] if self.scratch is None else [self.scratch]])
 
 
 class DenseMemory:
@@ -187,6 +223,9 @@ class DenseMemory:
         return True
 
     def announce(self, sequence: Sequence, count: int) -> None:
+        return
+
+    def settle(self) -> None:
         return
 
     def batch(self, work: Work) -> tuple[Work, DenseBatch]:

@@ -65,15 +65,17 @@ class Scheduler:
         return self.memory.available()
 
     def _end(self, available: int) -> tuple[list[tuple[Sequence, int]], Pass]:
+        self.memory.settle()
         for sequence in self.waiting:
             sequence.waited += 1
         return self._work, Pass(tuple(self._actions), available)
 
     def _continue(self, sequence: Sequence) -> None:
-        own = sequence.remaining == 1  # its token is set aside already
-        if not own and self._left == 0:
-            return
-        self.memory.match(sequence)
+        own = sequence.remaining == 1  # its token is set aside already, and the last known one is never shared
+        if not own:
+            if self._left == 0:
+                return
+            self.memory.match(sequence)
         count = 1 if own else min(sequence.remaining, self.settings.chunk, self._left)
         while not self.memory.extend(sequence, count):
             youngest = self.running[-1]

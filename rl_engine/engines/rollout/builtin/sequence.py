@@ -24,6 +24,7 @@ class RolloutSettings:
         pages: size of the KV pool; None lets it grow with the samples in flight, so that none is ever preempted.
         share_prefixes: samples with the same beginning share its full pages.
         log_entries: entries that the scheduler's log keeps.
+        graph_sizes: batch sizes whose decode passes may be captured as CUDA graphs on a GPU; none captures nothing.
     """
 
     max_batch: int = 64
@@ -33,6 +34,7 @@ class RolloutSettings:
     pages: int | None = None
     share_prefixes: bool = True
     log_entries: int = 4096
+    graph_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "chunk", "page"):
@@ -42,6 +44,8 @@ class RolloutSettings:
             raise ValueError(f"a budget of {self.budget} tokens is below max_batch {self.max_batch}")
         if self.pages is not None and self.pages < 1:
             raise ValueError(f"a pool of {self.pages} pages")
+        if any(size < 1 for size in self.graph_sizes):
+            raise ValueError(f"a graph of {min(self.graph_sizes)} samples")
 
 
 @dataclasses.dataclass(frozen=True)
