@@ -1,4 +1,4 @@
-"""``python -m benchmarks rollout|train|ops|parallel|e2e|gpu`` (also ``./rlk bench ...``).
+"""``python -m benchmarks rollout|train|ops|parallel|e2e|gpu|gpu-rollout`` (also ``./rlk bench ...``).
 
 Contestants take turns in one process (A B A B ...), so that a slow minute of the machine hits both. The table goes to
 standard error; the JSON goes to ``--out``, or to standard output.
@@ -42,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
             default = "the demo model" if name == "e2e" else "random weights of SmolLM2-135M's shape"
             child.add_argument("--model-root", type=Path, metavar="DIR", help=f"checkpoint ({default})")
     verbs.add_parser("gpu", help="proofs and times of the GPU operators (its own flags: gpu --help)")
+    verbs.add_parser("gpu-rollout", help="generated tokens/s on a GPU, graphs on and off (its own flags)")
     return root
 
 
@@ -52,6 +53,10 @@ def main(argv: list[str] | None = None) -> int:
         from benchmarks.gpu.run import main as gpu
 
         return gpu(words[1:])
+    if words[:1] == ["gpu-rollout"]:
+        from benchmarks.gpu_rollout import main as gpu_rollout
+
+        return gpu_rollout(words[1:])
     options = parser().parse_args(words)
     cores = len(os.sched_getaffinity(0))
     options.threads = options.threads or cores

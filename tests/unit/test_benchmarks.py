@@ -243,10 +243,11 @@ def test_an_interrupted_gpu_benchmark_has_written_what_it_did(
     assert ("rows: not begun, out of time" in done.stdout) == (ended == "out of time")
 
 
-def test_gpu_benchmark_without_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("verb", ["gpu", "gpu-rollout"])
+def test_gpu_benchmark_without_a_gpu_says_so(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert bench.main(["gpu"]) == 2
+    assert bench.main([verb]) == 2
     assert "found no GPU" in capsys.readouterr().err
