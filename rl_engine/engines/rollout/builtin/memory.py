@@ -146,6 +146,8 @@ class PagedMemory:
 
     def extend(self, sequence: Sequence, count: int) -> bool:
         table = self.tables[sequence.number]
+        if sequence.computed + count <= len(table) * self.page:
+            return True
         wanted = self.needed(sequence.computed + count) - len(table)
         if wanted > self.pool.available:
             if not self.grows:
@@ -159,11 +161,11 @@ class PagedMemory:
 
     def announce(self, sequence: Sequence, count: int) -> None:
         page = self.page
-        full = range(sequence.computed // page, (sequence.computed + count) // page)
-        if not self.sharing or not full:
+        first, last = sequence.computed // page, (sequence.computed + count) // page
+        if first == last or not self.sharing:
             return
         table = self.tables[sequence.number]
-        found = [(table[block], sequence.hash_of(block, page)) for block in full]
+        found = [(table[block], sequence.hash_of(block, page)) for block in range(first, last)]
         if self.late and count <= FEW:
             self._later += found
             return

@@ -27,6 +27,7 @@ class Scheduler:
         self._work: list[tuple[Sequence, int]] = []
         self._actions: list[Action] = []
         self._left = 0
+        self._preempted = False
 
     def queue(self, sequence: Sequence) -> None:
         bisect.insort(self.waiting, sequence, key=lambda s: s.number)
@@ -54,14 +55,14 @@ class Scheduler:
         caught_up = sum(s.remaining == 1 for s in self.running)
         self._left = self.settings.budget - caught_up
         for sequence in list(self.running):
-            if sequence in self.running:
+            if not self._preempted or sequence in self.running:
                 self._continue(sequence)
-        if not any(kind in ("preempt", "withdraw") for kind, *_ in self._actions):
+        if not self._preempted:
             self._admit(begun_only)
         return self._end(available)
 
     def _begin(self) -> int:
-        self._work, self._actions = [], []
+        self._work, self._actions, self._preempted = [], [], False
         return self.memory.available()
 
     def _end(self, available: int) -> tuple[list[tuple[Sequence, int]], Pass]:
@@ -114,6 +115,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, kind: str) -> None:
         self._actions.append((kind, sequence.number, sequence.computed, 0))
         self.withdraw(sequence)
+        self._preempted = True
         sequence.preempted += 1
 
     def follow(self, entry: Pass) -> tuple[list[tuple[Sequence, int]], Pass]:
