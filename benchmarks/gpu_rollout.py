@@ -137,12 +137,12 @@ def _jobs(config: Any, lengths: list[int], responses: list[int]) -> list[Any]:
 
 
 def _ragged(count: int, options: argparse.Namespace) -> tuple[list[int], list[int]]:
-    """Prompts of an eighth to a quarter of the length, responses up to three quarters of it."""
+    """Prompts of an eighth to a quarter of the length, responses of up to an eighth of it."""
     import numpy as np
 
     random, total = np.random.default_rng(1), options.prompt
     lengths = random.integers(total // 8, total // 4 + 1, size=count).tolist()
-    return lengths, random.integers(total // 16, total * 3 // 4, size=count).tolist()
+    return lengths, random.integers(total // 32, total // 8 + 1, size=count).tolist()
 
 
 def _turns(engines: Mapping[str, Any], run: Callable[[Any], float], options: argparse.Namespace) -> dict[str, Timing]:

@@ -60,7 +60,7 @@ def test_replayed_passes_have_the_same_bits() -> None:
 
 
 @seed(1)
-@settings(QUIET, max_examples=25)
+@settings(QUIET, max_examples=10)
 @given(schedules())
 def test_bits_do_not_depend_on_the_schedule(schedule: Schedule) -> None:
     """Arrivals, cancellations, preemption, filters, every page size: beside samples alone and without graphs."""
