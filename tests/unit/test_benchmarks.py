@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -241,6 +242,44 @@ def test_an_interrupted_gpu_benchmark_has_written_what_it_did(
     begun = ended not in ("out of time", "interrupted")
     assert (tmp_path / "gpu-rows.json").is_file() == begun
     assert ("rows: not begun, out of time" in done.stdout) == (ended == "out of time")
+
+
+def test_rollout_on_a_gpu_takes_turns_and_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a CPU in the place of the GPU: the same turns, passes and report."""
+    import torch
+
+    from benchmarks import gpu_rollout
+    from rl_engine.engines.rollout.builtin.engine import RolloutEngine, RolloutSettings
+    from rl_engine.ops import Operators, uniform
+    from tests.engines.rollout.schedules import providers, small_weights
+    from tests.helpers.graphs import RememberedGraphs
+
+    def engine(name: str, weights: object, provider: str, batch: int, options: argparse.Namespace) -> RolloutEngine:
+        device = RememberedGraphs()
+        ops = providers("graphs") if name == "graphs" else Operators(uniform("stock" if name == "native" else "cpu"))
+        settings = RolloutSettings(max_batch=batch, graph_sizes=(1, 2) if name == "graphs" else ())
+        made = RolloutEngine(small_weights().clone(), ops, 300, settings, name, graph_device=device)
+        device.engine = made
+        return made
+
+    for name, value in (("is_available", True), ("synchronize", None), ("get_device_name", "a device")):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
+    monkeypatch.setattr(gpu_rollout, "_weights", lambda config, device: None)
+    monkeypatch.setattr(gpu_rollout, "_products", lambda: "cpu")
+    monkeypatch.setattr(gpu_rollout, "_engine", engine)
+    monkeypatch.setattr(gpu_rollout, "QWEN3_8B", {**gpu_rollout.QWEN3_8B, "vocab_size": 1501})
+    out = tmp_path / "out.json"
+    words = ["gpu-rollout", "--batch", "2", "--prompt", "64", "--new", "8", "--rounds", "2", "--out", str(out)]
+    assert bench.main(words) == 0
+    body = json.loads(out.read_text())
+    assert [case["case"] for case in body["cases"]] == [
+        "decode, 2 samples of 64 to 72 tokens",
+        "ragged, 4 samples, 2 at once",
+    ]
+    assert body["cases"][0]["work"] == 2 * 7 and body["about"]["graphs of 2"] > 1
+    for case in body["cases"]:
+        assert set(case["times"]) == {"native", "launched", "graphs"}
+        assert all(len(times["seconds"]) == 2 and times["median"] > 0 for times in case["times"].values())
 
 
 @pytest.mark.parametrize("verb", ["gpu", "gpu-rollout"])

@@ -97,7 +97,7 @@ def test_padding_changes_no_bit(sizes: tuple[int, ...]) -> None:
 
 def test_padding_writes_to_the_scratch_page_alone() -> None:
     """Every page that a sample ever had is as it would be without padding."""
-    padded, exact = (make_engine("graphs", graph_sizes=sizes) for sizes in ((64,), tuple(range(1, 8))))
+    padded, exact = (make_engine("graphs", graph_sizes=sizes) for sizes in ((64,), (3,)))
     for engine in (padded, exact):
         engine.run(plain_jobs()[:3])
     pages = [p for p in range(padded.memory.pool.pages) if p != padded.memory.scratch]
@@ -109,12 +109,11 @@ def test_padding_writes_to_the_scratch_page_alone() -> None:
 def test_what_is_captured() -> None:
     assert captured_sizes((), 64) == ()
     assert captured_sizes((3, 1, 3), 64) == (1, 3)
-    assert captured_sizes(range(1, 9), 64) == tuple(range(1, 9))
-    assert captured_sizes(range(1, 513), 5) == (1, 2, 3, 4, 5)
+    assert captured_sizes((3, 5, 6, 7), 64) == (3, 5, 7)
+    assert captured_sizes(range(1, 49), 64) == (1, 2, 4, 8, 16, 32, 48)
+    assert captured_sizes(range(1, 513), 5) == (1, 2, 4, 5)
     assert captured_sizes((4, 16, 128, 256), 64) == (4, 16, 128)
-    many = captured_sizes(range(1, 513), 512)
-    assert len(many) < 60 and many[-1] == 512
-    assert all(next(s for s in many if s >= batch) <= batch * 8 / 7 + 1 for batch in range(1, 513))
+    assert captured_sizes(range(1, 513), 512) == (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 def test_passes_that_are_launched() -> None:
@@ -294,7 +293,7 @@ def test_a_capture_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
         raise RuntimeError("operation not permitted when stream is capturing")
 
     engine.graphs.device.capture = fails
-    with pytest.raises(CaptureFailed, match=r"a decode pass of 3 samples could not be captured as a graph \(operation"):
+    with pytest.raises(CaptureFailed, match=r"a decode pass of 4 samples could not be captured as a graph \(operation"):
         engine.run(plain_jobs()[:3])
     assert engine.unfinished == 0 and engine.statistics.replayed == 0
 

@@ -77,15 +77,14 @@ class Graph:
 
 
 def captured_sizes(offered: Items[int], most: int) -> tuple[int, ...]:
-    """The sizes that are captured of those ``offered``, ascending, for batches of at most ``most``: every one up to 4,
-    then steps of about an eighth, so that a padded row in eight is the most that is computed for nothing."""
+    """The sizes that are captured of those ``offered``, ascending, for batches of at most ``most``: for every power of
+    two the smallest that holds it, and the largest that is needed. Every one costs two launched passes, while a padded
+    row costs next to nothing: on an H200 a pass of 17 samples takes as long as one of 64."""
     useful = sorted(set(offered))
     needed = next((size for size in useful if size >= most), None)
-    kept: list[int] = []
-    for size in reversed([size for size in useful if needed is None or size <= needed]):
-        if not kept or kept[-1] - size >= max(1, kept[-1] // 8):
-            kept.append(size)
-    return tuple(reversed(kept))
+    useful = [size for size in useful if needed is None or size <= needed]
+    powers = (1 << i for i in range(useful[-1].bit_length())) if useful else ()
+    return tuple(sorted({*(next(size for size in useful if size >= power) for power in powers), *useful[-1:]}))
 
 
 class Block:
