@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, seed, settings
 
-from rl_engine.engines.rollout.builtin.engine import Job, Output, RolloutEngine, RolloutSettings, fan_out
+from rl_engine.engines.rollout.builtin.engine import Job, Output, RolloutEngine, RolloutSettings, _gpu, fan_out
 from rl_engine.engines.rollout.builtin.graphs import CaptureFailed, DecodeGraphs, Inputs, captured_sizes
 from rl_engine.engines.snapshot import export_snapshot
 from rl_engine.models.placement import NonFiniteLogits
+from rl_engine.ops import Operators, uniform
 from tests.engines.rollout.schedules import (
     Schedule,
     alone,
@@ -137,6 +139,23 @@ def test_passes_that_are_launched() -> None:
     assert few.statistics.replayed < few.statistics.passes // 2
     ordinary = RolloutEngine(small_weights().clone(), make_engine().ops, 160, RolloutSettings(graph_sizes=(1, 2, 3)))
     assert ordinary.graphs is None and ordinary.memory.scratch is None
+
+
+def test_who_captures() -> None:
+    """One rank with the contract's operators on a GPU, nobody else."""
+    gpu, ours, stock = torch.device("cuda", 0), Operators(uniform("cpu")), Operators(uniform("stock"))
+    made: list[torch.device] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rl_engine.engines.rollout.builtin.cuda_graphs.CudaGraphDevice", made.append)
+        for ops, device, mesh in (
+            (ours, torch.device("cpu"), None),
+            (stock, gpu, None),
+            (ours, gpu, SimpleNamespace(size=2)),
+        ):
+            assert _gpu(ops, device, mesh) is None and not made
+        for mesh in (None, SimpleNamespace(size=1)):
+            _gpu(ours, gpu, mesh)
+        assert made == [gpu, gpu]
 
 
 def test_settings_are_checked() -> None:

@@ -75,8 +75,8 @@ class RolloutEngine:
         name: engine's name in the evidence.
         decode: text of token ids; needed for stop strings.
         mesh: the ranks that compute together; one by default.
-        graph_device: captures decode passes of the settings' ``graph_sizes``; the GPU where weights and providers are
-            its, otherwise none: every pass is launched then.
+        graph_device: captures decode passes of the settings' ``graph_sizes``; the GPU where one rank has weights and
+            providers there, otherwise none: every pass is launched then.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class RolloutEngine:
         self.statistics = Statistics()
         self.log = SchedulerLog(settings.log_entries)
         sizes = captured_sizes(settings.graph_sizes, settings.max_batch)
-        graph_device = (graph_device or _gpu(operators, weights.device)) if sizes else None
+        graph_device = (graph_device or _gpu(operators, weights.device, mesh)) if sizes else None
         self.memory = self._new_memory(graph_device is not None)
         self.graphs: DecodeGraphs | None = None
         if graph_device is not None and isinstance(self.memory, PagedMemory):
@@ -437,9 +437,9 @@ class RolloutEngine:
         self.memory.forget()
 
 
-def _gpu(operators: Operators, device: torch.device) -> GraphDevice | None:
-    """What captures where weights lie on a GPU and every operator of a decode pass is the contract's."""
-    if device.type != "cuda" or "stock" in operators.names.values():
+def _gpu(operators: Operators, device: torch.device, mesh: Mesh | None) -> GraphDevice | None:
+    """What captures where weights lie on a GPU, every operator is the contract's, and nothing is exchanged."""
+    if device.type != "cuda" or "stock" in operators.names.values() or (mesh is not None and mesh.size > 1):
         return None
     from rl_engine.engines.rollout.builtin.cuda_graphs import CudaGraphDevice
 

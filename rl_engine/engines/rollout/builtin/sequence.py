@@ -24,7 +24,7 @@ class RolloutSettings:
         pages: size of the KV pool; None lets it grow with the samples in flight, so that none is ever preempted.
         share_prefixes: samples with the same beginning share its full pages.
         log_entries: entries that the scheduler's log keeps.
-        graph_sizes: batch sizes whose decode passes may be captured as CUDA graphs on a GPU; none captures nothing.
+        graph_sizes: batch sizes whose decode passes one rank on a GPU may capture as CUDA graphs; empty: none.
     """
 
     max_batch: int = 64
