@@ -1,4 +1,4 @@
-"""Row operators against the bytes they must move: norms, QK norm with RoPE, SwiGLU, forward and backward."""
+"""Row operators against the bytes they must move: norms, QK norm with RoPE, SwiGLU, and the update."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from benchmarks.gpu.device import Device
 from benchmarks.gpu.limits import copy_rate, copy_time
 from benchmarks.gpu.model import QWEN3_8B
 from rl_engine.models.config import parse_config
+from rl_engine.ops.adamw import AdamScalars
+from rl_engine.ops.adamw.triton import TritonAdam
+from rl_engine.ops.grad_norm.triton import TritonNormBins
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.operators import provider
 from rl_engine.ops.rms_norm.triton import TritonNorm
@@ -24,6 +27,7 @@ from rl_engine.qualify.gpu.parts import operators
 
 TOKENS, HIDDEN, INNER, HEADS, KV_HEADS, WIDTH = 16384, 4096, 12288, 32, 8, 128  # Qwen3-8B
 EPS, SETS = 1e-6, 3
+ELEMENTS = 8192 * INNER  # of an update: 100 million
 LAYOUT = PackedLayout((1024,) * 16, (4,) * 4)
 
 
@@ -53,7 +57,8 @@ def prove(device: Device) -> Iterator[Proof]:
 def measure(device: Device) -> Iterator[Row]:
     rate = copy_rate(device)
     torch.cuda.empty_cache()
-    for family in (_norms, _rotations, _swiglu):
+    tokens, elements = f"{TOKENS} tokens", f"{ELEMENTS} elements"
+    for family, size in ((_norms, tokens), (_rotations, tokens), (_swiglu, tokens), (_update, elements)):
         for name, moved, runs, bounds in family(device):
             ours = device.times({"ours": runs}, 0.02)["ours"]
             copied = copy_time(device, moved)
@@ -61,7 +66,7 @@ def measure(device: Device) -> Iterator[Row]:
             detail |= {"share of that copy": copied / ours, "copy GB/s": rate / 1e3}
             baseline = "each input read once, each output written once, at the rate of the fastest copy"
             must, aim = (0.85, 0.95) if bounds else (None, None)
-            yield Row(f"{name}, {TOKENS} tokens", moved / rate / ours, must, aim, baseline, detail=detail)
+            yield Row(f"{name}, {size}", moved / rate / ours, must, aim, baseline, detail=detail)
         torch.cuda.empty_cache()
 
 
@@ -115,3 +120,17 @@ def _swiglu(device: Device) -> Iterator[Case]:
     yield "SwiGLU forward", 6 * elements, [lambda x=x: swiglu.forward(x) for x in xs], True
     backward = [lambda d=d, x=x: swiglu.backward(d, x) for d, x in zip(das, xs, strict=True)]
     yield "SwiGLU backward", 10 * elements, backward, True
+
+
+def _update(device: Device) -> Iterator[Case]:
+    def normal(scale: float) -> Tensor:
+        return torch.randn(ELEMENTS, generator=device.random, device="cuda") * scale
+
+    norm, adam = TritonNormBins(), TritonAdam()
+    grads = [normal(1e-4) for _ in range(SETS)]
+    yield "gradient norm, sum of squares", 4 * ELEMENTS, [lambda g=g: norm.bins(g) for g in grads], False
+    scalars = AdamScalars.at(3, 1e-5, 0.9, 0.95, 1e-8, 0.1)
+    states = [(normal(0.02), normal(1e-4), normal(1e-4).square(), grad) for grad in grads[:2]]
+    sets = [(*state, state[0].bfloat16()) for state in states]
+    runs = [lambda x=x: adam.update(*x, 0.7, scalars) for x in sets]
+    yield "AdamW with changed weights counted", 30 * ELEMENTS, runs, False

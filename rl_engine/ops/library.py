@@ -60,7 +60,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "rlk_sample": (I64, I64, I64, PTR, I64, F32, PTR, I64, U32, U32, PTR, PTR, PTR),
     "rlk_lookup_gradient": (I64, I64, PTR, PTR, PTR),
     "rlk_square_bins": (I64, I64, PTR, PTR),
-    "rlk_adamw": (I64, PTR, PTR, PTR, PTR, PTR, F32, F32, F32, F32, F32, F32, F32, F32, F32),
+    "rlk_adamw": (I64, I64, PTR, PTR, PTR, PTR, PTR, PTR, F32, F32, F32, F32, F32, F32, F32, F32, F32),
 }
 
 

@@ -314,11 +314,11 @@ class Operators:
         scorer.merge_columns(z, 0, z.shape[1], inv_t, None, tokens, state)
         return tokens, scorer.finish(state)[0]
 
-    def norm_bins(self, grad: Tensor) -> Tensor:
-        return self._use("grad_norm", grad).bins(grad)
+    def norm_bins(self, *grads: Tensor) -> Tensor:
+        return self._use("grad_norm", grads[0]).bins(*grads)
 
     def adamw(
         self, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, weight: Tensor, clip: float, scalars: AdamScalars
-    ) -> None:
+    ) -> Tensor:
         with torch.no_grad():
-            self._use("adamw", grad).update(master, m, v, grad, weight, clip, scalars)
+            return self._use("adamw", grad).update(master, m, v, grad, weight, clip, scalars)

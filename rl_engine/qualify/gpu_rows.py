@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from rl_engine.models.config import ModelConfig
 from rl_engine.ops.adamw import AdamScalars
+from rl_engine.ops.grad_norm import BIAS_SQUARED, joined
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.operators import provider
 from rl_engine.ops.rms_norm import as_heads
@@ -169,14 +171,51 @@ def update(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
     state[2] = state[2].abs()
     here, there = ([*(x.to(where).clone() for x in state), torch.zeros(5001).bfloat16().to(where)]
                    for where in (device, torch.device("cpu")))  # fmt: skip
-    provider("adamw", "triton").update(*here, 0.7, scalars)
-    provider("adamw", "reference").update(*there, 0.7, scalars)
-    for name, a, b in zip(("master", "m", "v", "gradient", "weight"), here, there, strict=True):
+    here.append(provider("adamw", "triton").update(*here, 0.7, scalars))
+    there.append(provider("adamw", "reference").update(*there, 0.7, scalars))
+    for name, a, b in zip(("master", "m", "v", "gradient", "weight", "changed"), here, there, strict=True):
         yield _case("adamw", name, a, b)
-    grad = state[3] * torch.exp2(torch.randint(-40, 6, (5001,), generator=inputs.random, device=device).float())
-    grad[::7], grad[::11] = 0.0, 1e-42
-    found, expected = provider("grad_norm", "triton").bins(grad), provider("grad_norm", "reference").bins(grad.cpu())
-    yield Case("grad_norm", "triton", "bins", expected.numel(), int((found.cpu() != expected).sum()))
+    yield from sums(inputs)
+
+
+def sums(inputs: Inputs) -> Iterator[Case]:
+    """The norm's sums of squares as integers; fp64 sums of the same squares must differ."""
+    tested, reference = provider("grad_norm", "triton"), provider("grad_norm", "reference")
+
+    def powers(least: int, most: int, n: int) -> Tensor:
+        exponents = torch.randint(least, most, (n,), generator=inputs.random, device=inputs.random.device)
+        return torch.exp2(exponents.double()).float()
+
+    def normal(n: int) -> Tensor:
+        return torch.randn(n, generator=inputs.random, device=inputs.random.device)
+
+    mixed = normal(50_003) * powers(-40, 6, 50_003)
+    mixed[::7], mixed[::11] = 0.0, 1e-42
+    levels = powers(-149, 128, 277).sort().values.repeat_interleave(700) * 1.75
+    kinds = {
+        "normal": normal(1 << 20),
+        "one": normal(1),
+        "mixed exponents": mixed,
+        "every exponent": normal(100_003).clamp(-1.9, 1.9) * powers(-149, 127, 100_003),
+        "rising": levels,
+        "falling": levels.flip(0),
+        "subnormal": normal(70_001) * 1e-41,
+        "largest": torch.full_like(mixed, 3.4028234663852886e38),
+        "zeros": -torch.zeros_like(mixed),
+    }
+    found, expected = ({k: provider.bins(x.to(place)) for k, x in kinds.items()}
+                       for provider, place in ((tested, inputs.random.device), (reference, "cpu")))  # fmt: skip
+    for kind in kinds:
+        yield Case("grad_norm", "triton", kind, 1, int(joined(found[kind]) != joined(expected[kind])))
+    together = joined(tested.bins(*kinds.values()))
+    yield Case("grad_norm", "triton", "all in one", 1, int(together != sum(map(joined, expected.values()))))
+    rounded = int(mixed.double().square().sum().item() * 2.0**BIAS_SQUARED)
+    yield Case(
+        "grad_norm", "triton", "torch's sum in fp64", 1, int(rounded != joined(expected["mixed exponents"])), True
+    )
+    for value in (math.inf, -math.inf, math.nan):
+        mixed[-1] = value
+        yield Case("grad_norm", "triton", f"{value} is seen", 1, int(not tested.bins(mixed)[255].any()))
 
 
 def draws(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl_engine.ops.grad_norm import NonFiniteGradient, joined
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.operators import provider
 from rl_engine.ops.rms_norm import as_heads
@@ -192,29 +193,58 @@ def test_adamw_has_the_references_bits() -> None:
         state = [f32_randn(5001, seed=1), f32_randn(5001, seed=2) * 1e-2, f32_randn(5001, seed=3).abs() * 1e-3]
         state = [x.to(device) for x in (*state, f32_randn(5001, seed=4), torch.zeros(5001).bfloat16())]
         for step in (1, 2, 3):
-            provider("adamw", name).update(*state, 0.7, AdamScalars.at(step, 1e-3, 0.9, 0.95, 1e-8, 0.1))
-        return state
+            count = provider("adamw", name).update(*state, 0.7, AdamScalars.at(step, 1e-3, 0.9, 0.95, 1e-8, 0.1))
+        return [*state, count]
 
     for a, b in zip(updated("triton", "cuda"), updated("reference", "cpu"), strict=True):
         same(a, b, "AdamW")
 
 
 @pytest.mark.parametrize("size", [1, 8192, 100_003])
-def test_square_bins_are_exact(size: int) -> None:
+def test_sum_of_squares_is_exact(size: int) -> None:
     tested, reference = both("grad_norm")
     powers = torch.randint(-40, 6, (size,), generator=torch.Generator().manual_seed(1))
     grad = f32_randn(size, seed=2) * torch.exp2(powers.float())
     grad[::7], grad[::11] = 0.0, 1e-42
-    same(tested.bins(grad.cuda()), reference.bins(grad), "bins")
-    grad[-1] = math.inf
-    assert int(tested.bins(grad.cuda())[255].abs().sum()) > 0
+    assert joined(tested.bins(grad.cuda())) == joined(reference.bins(grad))
+    assert joined(tested.bins(grad.cuda(), grad[:1].cuda())) == joined(reference.bins(grad, grad[:1]))
+    for bad in (math.inf, -math.inf, math.nan):
+        grad[-1] = bad
+        with pytest.raises(NonFiniteGradient):
+            joined(tested.bins(grad.cuda()))
 
 
-def test_large_gradient_fills_two_words() -> None:
-    """More equal elements than one 64-bit sum of whole squares could hold."""
+@pytest.mark.parametrize("value", [1.9999999, 3.4028234663852886e38, 1.4e-45])
+def test_many_equal_elements_fit(value: float) -> None:
+    """More of them than one 64-bit sum of whole squares could hold, and each sum of a thread near its limit."""
     tested, reference = both("grad_norm")
-    grad = torch.full((1 << 20,), 1.9999999)
-    same(tested.bins(grad.cuda()), reference.bins(grad), "bins")
+    grad = torch.full((1 << 22,), value)
+    assert joined(tested.bins(grad.cuda())) == joined(reference.bins(grad))
+
+
+def _hardest(exponent: int, first: int, gap: int) -> float:
+    """The value 2^``exponent`` x [1, 2) whose square leaves the most to the next sum, of a window at ``first``."""
+
+    def left(significand: int) -> float:
+        square = significand * significand << 2 * (exponent - first)
+        return max(min(square % (1 << bits), -square % (1 << bits)) / (1 << bits) for bits in (gap, 2 * gap))
+
+    near_root = 11863283  # its square is 2^47
+    best = max((*range((1 << 24) - 4096, 1 << 24), *range(near_root - 2048, near_root + 2048)), key=left)
+    return math.ldexp(best, exponent - 150)
+
+
+@pytest.mark.parametrize("above", [0, 7, 14, 15, 32])
+def test_sums_hold_as_many_squares_as_they_may(above: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one program; the first step places the window around 1."""
+    from rl_engine.ops.grad_norm import triton as code
+
+    monkeypatch.setattr(code, "PROGRAMS", 1)
+    step, squares = code.ELEMENTS * code.LOADS, code.ADDENDS * code.ELEMENTS
+    first = 127 - (code.SPAN.value - code.ROOM.value)
+    grad = torch.full((squares,), _hardest(first + above, first, code.GAP.value), device="cuda")
+    grad[:step] = 1.0
+    assert joined(code.TritonNormBins().bins(grad)) == joined(provider("grad_norm", "reference").bins(grad.cpu()))
 
 
 def test_draws_depend_on_identity_alone() -> None:

@@ -276,17 +276,16 @@ def elementwise() -> list[Kernel]:
         ),
         Kernel(
             *(f"{OPS}.adamw.triton", "adamw_kernel"),
-            {**kinds("master m v grad", "*fp32"), "weight": "*bf16", "n": "i32"}
+            {**kinds("master m v grad", "*fp32"), "weight": "*bf16", "changed": "*i32", "n": "i32"}
             | kinds("clip beta1 rest1 beta2 rest2 decay step_size root_bc2 eps", "fp32"),
             {"C": 1024},
             unaligned=("n",),
         ),
         Kernel(
             *(f"{OPS}.grad_norm.triton", "square_bins_kernel"),
-            {"grad": "*fp32", "out": "*i64", "n": "i32", "programs": "i32"},
-            {"T": 256, "E": 32},
-            warps=8,
-            unaligned=("n", "programs"),
+            {"grad": "*fp32", "out": "*i64", **kinds("n steps programs", "i32")},
+            {"C": 512, "U": 8, "EVEN": True},
+            unaligned=("n", "steps", "programs"),
         ),
     ]
 

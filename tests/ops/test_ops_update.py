@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_engine.ops.adamw import AdamScalars
-from rl_engine.ops.grad_norm import NonFiniteGradient, clip_factor, norm_from_bins
+from rl_engine.ops.grad_norm import NonFiniteGradient, clip_factor, joined, norm_from_bins
 from tests.helpers.numeric import assert_bitwise, assert_close
 from tests.helpers.ops import THREADS, differing, f32_randn, generator, kernel_threads, operators
 
@@ -62,9 +62,22 @@ def test_norm_does_not_depend_on_order_or_sharding() -> None:
     assert norm_from_bins(cpu.norm_bins(shuffled)) == norm
     for shards in (2, 3, 8, 1000):
         assert norm_from_bins(torch.stack([cpu.norm_bins(part) for part in x.chunk(shards)]).sum(0)) == norm
+        for name in ("cpu", "reference"):
+            assert joined(operators(name).norm_bins(*x.chunk(shards))) == joined(cpu.norm_bins(x))
     wide = f32_randn(50_000, seed=7)
     plain = {float(wide[torch.randperm(50_000, generator=generator(i))].square().sum()) for i in range(10)}
     assert len(plain) > 1, "the control: torch's own sum depends on the order"
+
+
+def test_the_same_sum_in_other_bins_is_the_same_norm() -> None:
+    """A provider may carry between bins, and below zero: the sum decides."""
+    bins = operators("cpu").norm_bins(f32_randn(1001, seed=1))
+    moved = bins.clone()
+    moved[100, 1] += 2**20
+    moved[112, 0] -= 2**20
+    assert joined(moved) == joined(bins) and norm_from_bins(moved) == norm_from_bins(bins)
+    moved[112, 0] += 1
+    assert joined(moved) != joined(bins), "the control: one unit more"
 
 
 def test_bins_do_not_overflow_where_one_word_would() -> None:
@@ -186,3 +199,15 @@ def test_scalars_are_cast_once_from_fp64() -> None:
     assert s.step_size == float(torch.tensor(1e-3 / (1 - 0.9**3), dtype=torch.float32))
     assert s.one_minus_beta2 == float(torch.tensor(1 - 0.98, dtype=torch.float32))
     assert s.one_minus_beta2 != 1.0 - s.beta2, "1 - beta2 is not taken from the rounded beta2"
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_changed_weights_are_counted(name: str) -> None:
+    n = 200_003  # several chunks
+    state = fresh(n)
+    state[3] = state[0].bfloat16()
+    before = state[3].clone()
+    changed = operators(name).adamw(*state[:3], gradient(n, 1), state[3], 1.0, scalars(1))
+    assert changed.shape == () and changed.dtype == torch.int64
+    assert int(changed) == differing(before, state[3])
+    assert 0 < int(changed) < n

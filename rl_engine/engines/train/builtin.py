@@ -262,20 +262,13 @@ class TrainEngine:
     def _update(self) -> tuple[float, int]:
         """(gradient norm before clipping, bf16 weights that changed)."""
         settings = self.settings
-        bins = torch.zeros(256, 2, dtype=torch.int64, device=self.weights.device)
-        sharding = self.weights.sharding
-        for weight in self.weights:
-            assert weight.grad is not None
-            # A weight that every TP rank holds counts once.
-            if self.mesh.tp.index == 0 or not sharding.is_replicated(weight.name):
-                bins += self.ops.norm_bins(weight.grad)
+        bins = self.ops.norm_bins(*(w.grad for w in self.weights if w.grad is not None and self._counts_here(w)))
         norm = norm_from_bins(torch.stack(self.mesh.world.all_gather(bins, purpose="gradient norm")).sum(0))
         clip = clip_factor(norm, settings.clip_grad)
-        changed = torch.zeros(1, dtype=torch.int64, device=self.weights.device)
         with torch.no_grad():
-            for weight in self.weights:
-                changed += self._update_weight(weight, clip)
+            changes = [self._update_weight(weight, clip) for weight in self.weights]
             self.weights.refresh_input_shards(self.mesh.tp)
+        changed = torch.stack(changes).sum(0, keepdim=True)
         counts = self.mesh.world.all_gather(changed, purpose="gradient norm")
         self.version += 1
         return norm, int(torch.stack(counts).sum())
@@ -288,12 +281,13 @@ class TrainEngine:
         first, last = weight.grad_rows
         assert weight.grad is not None
         own = weight.value[first:last]
-        before = own.clone()
-        self.ops.adamw(state.master, state.m, state.v, weight.grad, own, clip, scalars)
-        changed = (before.view(torch.int16) != own.view(torch.int16)).sum()
+        changed = self.ops.adamw(state.master, state.m, state.v, weight.grad, own, clip, scalars)
         self._share_rows(weight)
-        counts_here = self.mesh.tp.index == 0 or not self.weights.sharding.is_replicated(weight.name)
-        return changed if counts_here else torch.zeros_like(changed)
+        return changed if self._counts_here(weight) else torch.zeros_like(changed)
+
+    def _counts_here(self, weight: Weight) -> bool:
+        """Whether norm and changes of ``weight`` count on this rank: one that every TP rank holds counts once."""
+        return self.mesh.tp.index == 0 or not self.weights.sharding.is_replicated(weight.name)
 
     def _share_rows(self, weight: Weight) -> None:
         """Every CP rank's own bf16 rows to the whole CP group."""

@@ -3,7 +3,7 @@
 Contract. ``m = fl(fl(b1 m) + fl((1 - b1) g))``, ``v = fl(fl(b2 v) + fl(fl((1 - b2) g) g))``,
 ``p = fl(fl(p (1 - lr wd)) - fl(fl(lr / bc1) fl(m / (fl(fl(sqrt v) / sqrt(bc2)) + eps))))`` with ``g = fl(grad clip)``.
 Scalars are computed in fp64 from the integer step and cast to fp32 once. Decay on 2-D tensors only; the bf16 weight is
-the master rounded to nearest even. Elementwise, so any sharding gives the same bits.
+the master rounded to nearest even, before and after. Elementwise, so any sharding gives the same bits.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ class AdamScalars:
 class AdamProvider:
     def update(
         self, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, weight: Tensor, clip: float, scalars: AdamScalars
-    ) -> None:
-        """In place: master, m, v fp32 and weight bf16, one shape, contiguous; ``clip`` is fp32."""
+    ) -> Tensor:
+        """In place: master, m, v fp32 and weight bf16, one shape, contiguous; ``clip`` is fp32.
+
+        Returns:
+            How many elements of bf16(master) changed, int64 []. ``weight`` is written, never read.
+        """
         raise AssertionError("a provider defines update")

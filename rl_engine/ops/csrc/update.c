@@ -61,34 +61,37 @@ typedef struct {
     float *p, *m, *v;
     const float *g;
     bf16 *weight;
+    i64 chunk, *changed; /* [items]: elements whose bf16(p) is another one now */
     float clip, beta1, one_minus_beta1, beta2, one_minus_beta2, decay, step_size, root_bc2, eps;
 } adamw;
-
-#define ADAMW_CHUNK 65536
 
 static void adamw_body(void *context, i64 item, int thread) {
     (void)thread;
     const adamw *a = context;
     adamw s = *a;
-    i64 last = (item + 1) * ADAMW_CHUNK < s.n ? (item + 1) * ADAMW_CHUNK : s.n;
-    for (i64 i = item * ADAMW_CHUNK; i < last; i++) {
+    i64 last = (item + 1) * s.chunk < s.n ? (item + 1) * s.chunk : s.n;
+    i64 changed = 0;
+    for (i64 i = item * s.chunk; i < last; i++) {
         float g = s.g[i] * s.clip;
         float m = s.beta1 * s.m[i] + s.one_minus_beta1 * g;
         float v = s.beta2 * s.v[i] + (s.one_minus_beta2 * g) * g;
         float p = s.p[i] * s.decay - s.step_size * (m / (sqrtf(v) / s.root_bc2 + s.eps));
         s.m[i] = m;
         s.v[i] = v;
+        changed += rlk_to_bf16(s.p[i]) != rlk_to_bf16(p);
         s.p[i] = p;
         s.weight[i] = rlk_to_bf16(p);
     }
+    s.changed[item] = changed;
 }
 
-/* One AdamW step on fp32 p, m, v [n] with gradient fl(g clip); weight = bf16(p). Scalars are cast once by the caller. */
-void rlk_adamw(i64 n, float *p, float *m, float *v, const float *g, bf16 *weight, float clip, float beta1,
-               float one_minus_beta1, float beta2, float one_minus_beta2, float decay, float step_size, float root_bc2,
-               float eps) {
-    adamw a = {.n = n, .p = p, .m = m, .v = v, .g = g, .weight = weight, .clip = clip, .beta1 = beta1,
-               .one_minus_beta1 = one_minus_beta1, .beta2 = beta2, .one_minus_beta2 = one_minus_beta2, .decay = decay,
+/* One AdamW step on fp32 p, m, v [n] with gradient fl(g clip); weight = bf16(p). Scalars are cast once by the caller.
+   changed is int64 [ceil(n / chunk)]: how many elements of bf16(p) changed. */
+void rlk_adamw(i64 n, i64 chunk, float *p, float *m, float *v, const float *g, bf16 *weight, i64 *changed, float clip,
+               float beta1, float one_minus_beta1, float beta2, float one_minus_beta2, float decay, float step_size,
+               float root_bc2, float eps) {
+    adamw a = {.n = n, .p = p, .m = m, .v = v, .g = g, .weight = weight, .chunk = chunk, .changed = changed,
+               .clip = clip, .beta1 = beta1, .one_minus_beta1 = one_minus_beta1, .beta2 = beta2, .one_minus_beta2 = one_minus_beta2, .decay = decay,
                .step_size = step_size, .root_bc2 = root_bc2, .eps = eps};
-    rlk_parallel(adamw_body, &a, (n + ADAMW_CHUNK - 1) / ADAMW_CHUNK);
+    rlk_parallel(adamw_body, &a, (n + chunk - 1) / chunk);
 }

@@ -12,7 +12,10 @@ CHUNK = 1 << 20
 
 
 class CpuNormBins(NormBinsProvider):
-    def bins(self, grad: Tensor) -> Tensor:
+    def bins(self, *grads: Tensor) -> Tensor:
+        return torch.stack([self._one(grad) for grad in grads]).sum(0)
+
+    def _one(self, grad: Tensor) -> Tensor:
         assert grad.is_contiguous() and grad.dtype == torch.float32
         chunks = -(-grad.numel() // CHUNK)
         out = torch.zeros(max(chunks, 1), 256, 2, dtype=torch.int64)

@@ -9,7 +9,10 @@ from rl_engine.ops.grad_norm import NormBinsProvider
 
 
 class ReferenceNormBins(NormBinsProvider):
-    def bins(self, grad: Tensor) -> Tensor:
+    def bins(self, *grads: Tensor) -> Tensor:
+        return torch.stack([self._one(grad) for grad in grads]).sum(0)
+
+    def _one(self, grad: Tensor) -> Tensor:
         bits = grad.flatten().view(torch.int32).long()
         exponent = (bits >> 23) & 255
         significand = (bits & 0x7FFFFF) | torch.where(exponent > 0, 0x800000, 0)

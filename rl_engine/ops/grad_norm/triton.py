@@ -1,4 +1,12 @@
-"""Exponent bins on a GPU, in Triton: integer sums in registers, one row of bins a program, no atomics."""
+"""Exact sums of squares on a GPU, in Triton: no atomics.
+
+A square of fp32 is exact in fp64. Each thread adds squares into three fp64 sums whose units are 2^GAP apart, the lowest
+that of the smallest square that the sums take: what one sum rounds away is exact and goes to the next, and the lowest
+rounds nothing. A sum stays in one binade, so that its bits count units.
+
+The three take squares of SPAN exponents, a window. A step with others moves the window to its own largest; what still
+lies outside is added into its bins, one exponent after another.
+"""
 
 from __future__ import annotations
 
@@ -10,46 +18,141 @@ from torch import Tensor
 from rl_engine.ops.grad_norm import NormBinsProvider
 from rl_engine.ops.triton_functions import launch, sum_integers
 
-THREADS, EACH = 256, 32  # a step takes THREADS * EACH elements; EACH sums of 24 bits fit in 32
-PROGRAMS = 1056
+# A sum starts at 1.5 2^52 units and must not move by more than 2^51. The highest gets at most ADDENDS squares below
+# 2^(2 SPAN + 46 - 2 GAP) units, the others ADDENDS remainders of at most 2^(GAP - 1) units: 2^50 and 2^51.
+ADDENDS, SPAN, GAP = 1 << 14, tl.constexpr(33), tl.constexpr(38)
+LARGEST = tl.constexpr(254 - 38)  # first exponent of the highest window: the highest sum's bin is GAP above
+ROOM = tl.constexpr(4)  # exponents from the largest of the step that moved the window to the window's end
+ELEMENTS, LOADS, WARPS, PROGRAMS = 512, 8, 4, 528
 
 
 @triton.jit
-def square_bins_kernel(grad, out, n, programs, T: tl.constexpr, E: tl.constexpr):
-    """Bins int64 [256, 2] of every ``programs``-th step of T * E elements.
+def _empty_bits(first, place: tl.constexpr):
+    """Bits of a sum that holds nothing: 1.5 2^52 units of 2^(2 first - 300 + GAP place), place 0 the lowest."""
+    return ((2 * first - 300 + GAP * place + 52 + 1023).to(tl.int64) << 52) | (1 << 51)
 
-    The exponents that occur in a step are visited from the largest down; each visit adds the lower and the upper 24
-    bits of the squared significands that have it. An infinity has no fraction but still counts, so that bin 255 shows.
+
+@triton.jit
+def _empty(first, place: tl.constexpr, C: tl.constexpr):
+    return (tl.zeros((C,), tl.int64) + _empty_bits(first, place)).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _add(x, low, middle, high):
+    """The square of fp32 ``x`` into the three sums."""
+    square = x.to(tl.float64)
+    square = square * square
+    total = high + square
+    rest = square + (high - total)
+    second = middle + rest
+    return low + (rest + (middle - second)), second, total
+
+
+@triton.jit
+def _close_one(lows, highs, bins, first, sums, place: tl.constexpr):
+    units = sum_integers(sums.to(tl.int64, bitcast=True) - _empty_bits(first, place), 0)
+    here = bins == first + GAP // 2 * place
+    return lows + tl.where(here, units & 0xFFFFFF, 0), highs + tl.where(here, units >> 24, 0)
+
+
+@triton.jit
+def _close(lows, highs, bins, first, low, middle, high):
+    """The three sums into bins."""
+    lows, highs = _close_one(lows, highs, bins, first, low, 0)
+    lows, highs = _close_one(lows, highs, bins, first, middle, 1)
+    return _close_one(lows, highs, bins, first, high, 2)
+
+
+@triton.jit
+def _add_to_bins(lows, highs, bins, magnitude, exponent):
+    """Squares into their own bins, from the largest ``exponent`` down; those below zero are left out."""
+    significand = (magnitude & 0x7FFFFF) | tl.where(exponent > 0, 0x800000, 0)
+    square = significand.to(tl.int64) * significand.to(tl.int64)
+    current = tl.max(exponent, 0)
+    while current >= 0:
+        chosen, here = exponent == current, bins == current
+        lows += tl.where(here, sum_integers(tl.where(chosen, square & 0xFFFFFF, 0), 0), 0)
+        highs += tl.where(here, sum_integers(tl.where(chosen, square >> 24, 0), 0), 0)
+        current = tl.max(tl.where(exponent < current, exponent, -1), 0)
+    return lows, highs
+
+
+@triton.jit
+def _load(grad, at, n, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(grad + at)
+    return tl.load(grad + at, mask=at < n, other=0.0)
+
+
+@triton.jit
+def _magnitude(x):
+    """Bits of |x|: an integer that orders as |x| does, and above the largest exponent's for a NaN."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _less_one(magnitude):
+    """Unsigned, so that a zero, which fits every window, becomes the largest."""
+    return (magnitude - 1).to(tl.uint32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["n", "steps", "programs"])
+def square_bins_kernel(grad, out, n, steps, programs, C: tl.constexpr, U: tl.constexpr, EVEN: tl.constexpr):
+    """Adds every ``programs``-th step of U * C elements to this program's row of ``out``, int64 [., 256, 2].
+
+    EVEN: ``n`` is a multiple of U * C.
     """
-    bins, inner = tl.arange(0, 256), tl.arange(0, E)[None, :] + tl.arange(0, T)[:, None] * E
-    low_sums, high_sums = tl.zeros((256,), tl.int64), tl.zeros((256,), tl.int64)
-    steps = tl.cdiv(n, T * E)
+    bins, inner = tl.arange(0, 256), tl.arange(0, C)
+    row = out + tl.program_id(0).to(tl.int64) * 512 + bins * 2
+    lows, highs = tl.load(row), tl.load(row + 1)
+    # The window: magnitudes in (least, most], none before the first step.
+    first, least, most = tl.full((), 1, tl.int32), tl.full((), 0, tl.int32), tl.full((), -1, tl.int32)
+    low, middle, high = _empty(first, 0, C), _empty(first, 1, C), _empty(first, 2, C)
     for step in range(tl.program_id(0), steps, programs):
-        at = (tl.zeros_like(inner).to(tl.int64) + step) * (T * E) + inner
-        bits = tl.load(grad + at, mask=at < n, other=0.0).to(tl.int32, bitcast=True)
-        exponent = (bits >> 23) & 255
-        significand = (bits & 0x7FFFFF) | tl.where(exponent > 0, 0x800000, 0)
-        square = significand.to(tl.int64) * significand.to(tl.int64)
-        low, high = (square & 0xFFFFFF).to(tl.int32), (square >> 24).to(tl.int32)
-        present = tl.where(significand == 0, -1, exponent)
-        current = tl.max(tl.max(present, 1), 0)
-        while current >= 0:
-            chosen = present == current
-            low_sum = sum_integers(sum_integers(tl.where(chosen, low, 0), 1).to(tl.int64), 0)
-            high_sum = sum_integers(sum_integers(tl.where(chosen, high, 0), 1).to(tl.int64), 0)
-            low_sums += tl.where(bins == current, low_sum, 0)
-            high_sums += tl.where(bins == current, high_sum, 0)
-            current = tl.max(tl.max(tl.where(present < current, present, -1), 1), 0)
-    at = out + tl.program_id(0).to(tl.int64) * 512 + bins * 2
-    tl.store(at, low_sums)
-    tl.store(at + 1, high_sums)
+        start = tl.full((), U * C, tl.int64) * step
+        xs = ()
+        for i in tl.static_range(U):
+            more = (_load(grad, start + i * C + inner, n, EVEN),)
+            xs = xs + more
+        largest, smallest = _magnitude(xs[0]), _less_one(_magnitude(xs[0]))
+        for i in tl.static_range(1, U):
+            largest = tl.maximum(largest, _magnitude(xs[i]))
+            smallest = tl.minimum(smallest, _less_one(_magnitude(xs[i])))
+        if tl.max(((largest > most) | (smallest < least.to(tl.uint32))).to(tl.int32), 0) > 0:
+            lows, highs = _close(lows, highs, bins, first, low, middle, high)
+            first = tl.minimum(tl.maximum((tl.max(largest, 0) >> 23) - (SPAN - ROOM), 1), LARGEST)
+            least, most = tl.where(first == 1, 0, (first << 23) - 1), ((first + SPAN) << 23) - 1
+            low, middle, high = _empty(first, 0, C), _empty(first, 1, C), _empty(first, 2, C)
+            for again in range(U):
+                x = _load(grad, start + again * C + inner, n, EVEN)
+                magnitude = _magnitude(x)
+                inside = (magnitude > least) & (magnitude <= most)
+                outside = tl.where(inside | (magnitude == 0), -1, magnitude >> 23)
+                lows, highs = _add_to_bins(lows, highs, bins, magnitude, outside)
+                low, middle, high = _add(tl.where(inside, x, 0.0), low, middle, high)
+        else:
+            for i in tl.static_range(U):
+                low, middle, high = _add(xs[i], low, middle, high)
+    lows, highs = _close(lows, highs, bins, first, low, middle, high)
+    tl.store(row, lows)
+    tl.store(row + 1, highs)
 
 
 class TritonNormBins(NormBinsProvider):
-    def bins(self, grad: Tensor) -> Tensor:
-        assert grad.is_contiguous() and grad.dtype == torch.float32
-        n = grad.numel()
-        programs = max(min(-(-n // (THREADS * EACH)), PROGRAMS), 1)
-        out = torch.empty(programs, 256, 2, dtype=torch.int64, device=grad.device)
-        launch(square_bins_kernel, (programs,), grad, out, n, programs, warps=THREADS // 32, T=THREADS, E=EACH)
+    def bins(self, *grads: Tensor) -> Tensor:
+        step = ELEMENTS * LOADS
+        most = max(-(-grad.numel() // step) for grad in grads)
+        programs = max(min(most, PROGRAMS), -(-most * LOADS // ADDENDS), 1)
+        out = torch.zeros(programs, 256, 2, dtype=torch.int64, device=grads[0].device)
+        for grad in grads:
+            assert grad.is_contiguous() and grad.dtype == torch.float32
+            n = grad.numel()
+            steps = -(-n // step)
+            launch(
+                *(square_bins_kernel, (min(programs, steps),), grad, out, n, steps, programs),
+                warps=WARPS,
+                C=ELEMENTS,
+                U=LOADS,
+                EVEN=n % step == 0,
+            )
         return out.sum(0)
