@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rl_engine.checks.doctor_ask import judged, passed, run_child
 from rl_engine.checks.finding import Finding
-from rl_engine.config.host import usable_cores
+from rl_engine.config.host import gpu_count, usable_cores
 from rl_engine.config.memory import rollout_memory, train_memory
 from rl_engine.config.paths import PLACEHOLDER
 from rl_engine.config.resolve import ResolvedPlan
@@ -75,7 +75,7 @@ def _nvidia(resolved: ResolvedPlan) -> Iterator[Finding]:
 
 
 def shared_gpu(resolved: ResolvedPlan) -> Iterator[Finding]:
-    """Kind and memory of the GPU that the built-in engines share, its memory against the plan's estimate."""
+    """Kind and memory of the first GPU that the built-in engines share, its memory against the plan's estimate."""
     plan = resolved.plan
     if (plan.backend, plan.stack) != ("cuda", "builtin") or plan.model is None:
         return
@@ -86,12 +86,15 @@ def shared_gpu(resolved: ResolvedPlan) -> Iterator[Finding]:
     found = error or f"{name}, compute capability {capability}"
     yield judged("gpu kind", capability == HOPPER, found, f"compute capability {HOPPER} (Hopper)", "--backend cpu")
     total = _number(size) * 2**20
-    needs = train_memory(plan).total + rollout_memory(plan, None).total + 2 * CONTEXT_BYTES
+    shape, gpus = plan.topology, max(1, gpu_count())
+    train, rollout = shape.train_tp * shape.train_cp, shape.rollout_engines * shape.rollout_tp * shape.rollout_cp
+    needs = -(-train // gpus) * (train_memory(plan).total + CONTEXT_BYTES)
+    needs += -(-rollout // gpus) * (rollout_memory(plan, None).total + CONTEXT_BYTES)
     yield judged(
         "gpu memory",
         not error and total >= needs,
         error or f"{total / GIB:.1f} GiB",
-        f"{needs / GIB:.1f} GiB for trainer and rollout engine",
+        f"{needs / GIB:.1f} GiB for its share of trainer and rollout ranks",
         "lower --max-tokens-per-gpu, --rollout-batch-size or --max-response-len, or use a smaller model",
     )
 

@@ -18,6 +18,7 @@ class HostFacts:
         cores: CPU cores this process may use.
         gpu_kind: ``cuda``, ``rocm`` or None.
         chain: True when the C chain kernel can be built here.
+        gpus: GPUs that this process may use.
         dirty: why these sources are no formal evidence; empty where they are a clean checkout.
     """
 
@@ -25,6 +26,7 @@ class HostFacts:
     gpu_kind: str | None
     chain: bool
     dirty: str = ""
+    gpus: int = 0
 
 
 def usable_cores() -> int:
@@ -47,6 +49,13 @@ def gpu_kind() -> str | None:
     if glob.glob("/dev/nvidia[0-9]*"):
         return "cuda"
     return "rocm" if os.path.exists("/dev/kfd") else None
+
+
+def gpu_count() -> int:
+    """NVIDIA GPUs whose device files exist, of those that CUDA_VISIBLE_DEVICES leaves."""
+    found = len(glob.glob("/dev/nvidia[0-9]*"))
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return found if named is None else min(found, len([name for name in named.split(",") if name.strip()]))
 
 
 def has_c_compiler() -> bool:
@@ -73,4 +82,4 @@ def dirty_sources() -> str:
 
 def this_host() -> HostFacts:
     """Facts of this machine."""
-    return HostFacts(usable_cores(), gpu_kind(), has_c_compiler(), dirty_sources())
+    return HostFacts(usable_cores(), gpu_kind(), has_c_compiler(), dirty_sources(), gpu_count())

@@ -54,7 +54,7 @@ _NOT_HONOURED = (
 
 
 def _refuse_groups(resolved: Sequence[ResolvedPlan]) -> None:
-    """Stock operators and a GPU's engines run on one rank; rollout context parallelism is not built."""
+    """Stock operators run on one rank; rollout context parallelism is not built."""
     for item in resolved:
         plan, shape = item.plan, item.plan.topology
         if shape.rollout_cp > 1:
@@ -65,13 +65,6 @@ def _refuse_groups(resolved: Sequence[ResolvedPlan]) -> None:
             )
         stock = "stock" in {name for side in (plan.providers.train, plan.providers.rollout) for _, name in side}
         ranks = max(shape.train_tp * shape.train_cp, shape.rollout_tp)
-        if plan.backend == "cuda" and max(ranks, shape.rollout_engines) > 1:
-            raise UserError(
-                f"--tp {shape.train_tp} --cp {shape.train_cp} --rollout-tp {shape.rollout_tp} with "
-                f"{shape.rollout_engines} rollout engines on backend cuda",
-                "one trainer rank and one rollout engine on one GPU: this version's ranks exchange on a CPU only",
-                "--tp 1 --cp 1 --rollout-tp 1, or --backend cpu",
-            )
         if plan.contract_id.endswith("-chain256") and ranks > 1:
             raise UserError(
                 f"{ranks} ranks without a C compiler",

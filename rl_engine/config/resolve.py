@@ -228,9 +228,11 @@ class _Resolver:
                 ranks = cast(int, profile_tp[0] if profile_tp else 1) * cast(int, profile_cp[0] if profile_cp else 1)
                 cp = rules.derive_cp(tp, max(ranks, devices.gpus), devices)
                 self.values["cp_size"] = Value("cp_size", cp, "derived", "training ranks / TP")
-        return rules.build_topology(
-            tp, self.whole("cp_size"), self.whole("rollout_tp_size"), self.whole("rollout_cp_size"), devices
-        )
+        cp, rollout = self.whole("cp_size"), (self.whole("rollout_tp_size"), self.whole("rollout_cp_size"))
+        if devices.gpus and not devices.fixed:  # as many GPUs as the larger side asks for, where the machine has them
+            asked = max(tp * cp, math.prod(rollout))
+            devices = dataclasses.replace(devices, gpus=max(devices.gpus, min(asked, self.request.host.gpus)))
+        return rules.build_topology(tp, cp, *rollout, devices)
 
     def batch(self) -> tuple[int, int, int]:
         """Prompts, samples per prompt and their product; a flag on a factor discards the profile's product."""
@@ -379,15 +381,19 @@ class _Resolver:
             stop_strings(self.text("rollout_stop")),
         )
 
-    def engine(self, shape: Topology, samples: int) -> EnginePlan:
+    def engine(self, mode: str, shape: Topology, samples: int) -> EnginePlan:
         pd = self.switch("pd")
         memory = self.real("vllm_gpu_memory_utilization", rules.derived_memory_share(shape, pd))
         if pd:
             rules.check_pd(shape, self.text("stack"), memory)
         largest = min(math.ceil(samples / shape.rollout_engines), MAX_CAPTURE)
+        eager = self.backend() == "cpu"
+        if self.text("stack") == "builtin":  # which captures passes of the contract's own operators on one rank alone
+            stock = "stock" in dict(self.providers(mode).rollout).values()
+            eager = eager or stock or shape.rollout_tp * shape.rollout_cp > 1
         return EnginePlan(
             memory,
-            () if self.backend() == "cpu" or self.text("stack") == "builtin" else tuple(range(1, largest + 1)),
+            () if eager else tuple(range(1, largest + 1)),
             self.switch("oversubscribe"),
             pd,
             self.switch("native_deterministic"),
@@ -450,7 +456,7 @@ class _Resolver:
             data=self.data(paths, prompts, samples),
             providers=self.providers(mode),
             model=facts,
-            engine=self.engine(shape, total),
+            engine=self.engine(mode, shape, total),
             ray=self.ray(stack == "vime" and backend == "cuda"),
             pair_id=pair,
             output_root=output_root,

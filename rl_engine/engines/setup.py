@@ -18,13 +18,14 @@ from rl_engine.models.weights import ModelWeights, WeightMismatch
 from rl_engine.ops import Operators, library
 from rl_engine.ops.device import driver
 from rl_engine.ops.weight import CPU
-from rl_engine.parallel import Mesh, join_mesh, single_mesh
+from rl_engine.parallel import Mesh, join_mesh, nccl_available, single_mesh
 from rl_engine.records.errors import UserError
 from rl_engine.records.types import Side, ThreadSettings
 
 
-def device_of(plan: Plan) -> torch.device:
-    """Where the engines of a plan compute: the CPU, or the first GPU that this process sees.
+def device_of(plan: Plan, place: int = 0) -> torch.device:
+    """Where rank ``place`` of a side computes, counted over all its engines: the CPU, or one of the GPUs that this
+    process sees, in turns. The sides share them.
 
     Raises:
         UserError: torch sees no GPU, or one of a kind that the contract was not proven on.
@@ -37,12 +38,13 @@ def device_of(plan: Plan) -> torch.device:
             "a CUDA build of torch and a driver",
             "install them (rlk-repro doctor looks), or --backend cpu",
         )
-    name, (major, minor) = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
+    number = place % torch.cuda.device_count()
+    name, (major, minor) = torch.cuda.get_device_name(number), torch.cuda.get_device_capability(number)
     if torch.version.cuda is None or f"cuda-sm{major}{minor}" != DEVICE_KINDS[plan.backend]:
         raise UserError(
             f"{name} (compute capability {major}.{minor})", "9.0: the operators are proven on Hopper", "--backend cpu"
         )
-    return torch.device("cuda", 0)
+    return torch.device("cuda", number)
 
 
 def device_words(device: torch.device) -> tuple[str, str | None]:
@@ -85,16 +87,17 @@ def model_config(plan: Plan) -> ModelConfig:
     return config
 
 
-def join(plan: Plan, side: Side, rank: int, store: str) -> Mesh:
-    """This process' place among the ranks of one side, met at ``store``."""
+def join(plan: Plan, side: Side, rank: int, store: str, device: torch.device) -> Mesh:
+    """This process' place among the ranks of one engine, met at ``store``; ranks of which some have a GPU together
+    exchange through host memory."""
     shape = plan.topology
-    if side == "train":
-        return join_mesh(shape.train_tp, shape.train_cp, rank, store)
-    return join_mesh(shape.rollout_tp, shape.rollout_cp, rank, store)
+    tp, cp = (shape.train_tp, shape.train_cp) if side == "train" else (shape.rollout_tp, shape.rollout_cp)
+    shared = device.type == "cuda" and (tp * cp > torch.cuda.device_count() or not nccl_available())
+    return join_mesh(tp, cp, rank, store, device=device, shared=shared)
 
 
-def read_weights(plan: Plan, mesh: Mesh | None = None) -> ModelWeights:
-    """The starting weights, or this rank's rows of them.
+def read_weights(plan: Plan, mesh: Mesh | None = None, device: torch.device | None = None) -> ModelWeights:
+    """The starting weights, or this rank's rows of them, on ``device`` (default: the plan's first).
 
     Raises:
         UserError: the checkpoint is damaged or incomplete, or cannot be cut for so many ranks; no device for it.
@@ -102,7 +105,9 @@ def read_weights(plan: Plan, mesh: Mesh | None = None) -> ModelWeights:
     tp = mesh.tp if mesh is not None else single_mesh().tp
     try:
         config = model_config(plan)
-        return load_weights(Path(plan.model_root), config, Sharding(config, tp.size, tp.index), device_of(plan))
+        return load_weights(
+            Path(plan.model_root), config, Sharding(config, tp.size, tp.index), device or device_of(plan)
+        )
     except WeightMismatch as error:
         raise UserError(str(error), "a complete safetensors checkpoint", "restore it, or prepare it again") from error
     except LayoutRefused as error:
@@ -116,9 +121,9 @@ def sampling_settings(plan: Plan, stop_tokens: tuple[int, ...]) -> SamplingSetti
     return SamplingSettings(s.temperature, s.top_p, s.top_k, s.max_response_len, s.rollout_seed, stop_tokens)
 
 
-def train_engine(plan: Plan, mesh: Mesh | None = None) -> TrainEngine:
+def train_engine(plan: Plan, mesh: Mesh | None = None, device: torch.device | None = None) -> TrainEngine:
     """One trainer rank with its weights; a frozen copy beside it when the plan asks for a KL term."""
-    weights = read_weights(plan, mesh)
+    weights = read_weights(plan, mesh, device)
     settings = TrainSettings(
         temperature=plan.sampling.temperature,
         lr=plan.optimizer.lr,
@@ -134,7 +139,7 @@ def train_engine(plan: Plan, mesh: Mesh | None = None) -> TrainEngine:
         max_tokens=plan.max_tokens_per_gpu,
         gradients=plan.gradients,
     )
-    reference = read_weights(plan, mesh) if plan.loss.kl_coef > 0 else None
+    reference = read_weights(plan, mesh, device) if plan.loss.kl_coef > 0 else None
     operators = Operators(dict(plan.providers.train))
     return TrainEngine(weights, operators, weights.config.max_positions, settings, reference, mesh=mesh)
 
@@ -144,4 +149,6 @@ def rollout_engine(
 ) -> RolloutEngine:
     """One rollout rank; ``decode`` gives the text of token ids, for stop strings."""
     operators = Operators(dict(plan.providers.rollout))
-    return RolloutEngine(weights, operators, weights.config.max_positions, RolloutSettings(), name, decode, mesh)
+    sizes = plan.engine.graph_capture_sizes
+    settings = RolloutSettings(max_batch=max(RolloutSettings.max_batch, *sizes, 0), graph_sizes=sizes)
+    return RolloutEngine(weights, operators, weights.config.max_positions, settings, name, decode, mesh)

@@ -61,9 +61,9 @@ class _Worker(abc.ABC):
         from rl_engine.engines.setup import device_of, join, use_threads
 
         self.threads: ThreadSettings = use_threads(self.plan)
-        self.device = device_of(self.plan)
+        self.device = device_of(self.plan, self._place())
         self.qualification = self._prove() if self.plan.mode == "consistency" else None
-        self.mesh = join(self.plan, self.side, self.rank, self.store)
+        self.mesh = join(self.plan, self.side, self.rank, self.store, self.device)
         self._open_engine()
         self._return_memory()
 
@@ -75,9 +75,17 @@ class _Worker(abc.ABC):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def _place(self) -> int:
+        """This rank's number among all ranks of its side."""
+        return self.rank
+
     @abc.abstractmethod
     def _open_engine(self) -> None:
         """Makes ``engine``."""
+
+    def captured(self) -> tuple[int, ...]:
+        """Batch sizes whose passes are captured as graphs."""
+        return ()
 
     def _prove(self) -> str:
         from rl_engine.engines.setup import model_config
@@ -86,7 +94,8 @@ class _Worker(abc.ABC):
         contract = own_contract(self.plan)
         sides = [dict(self.plan.providers.train), dict(self.plan.providers.rollout)]
         folder = Path(self.store.removeprefix("file://")).parent if self.store else None
-        proof = prove(model_config(self.plan), sides, contract, folder=folder)
+        sizes = (self.plan.topology.train_tp, self.plan.topology.rollout_tp)
+        proof = prove(model_config(self.plan), sides, contract, folder=folder, tp_sizes=sizes)
         if proof.failed:
             case = proof.failed[0]
             raise QualificationFailed(
@@ -146,7 +155,7 @@ class TrainWorker(_Worker):
     def _open_engine(self) -> None:
         from rl_engine.engines.setup import train_engine
 
-        self.engine = train_engine(self.plan, self.mesh)
+        self.engine = train_engine(self.plan, self.mesh, self.device)
 
     def score(self, samples: list[Sample]) -> tuple[Logprobs, Logprobs | None, float]:
         """(logprobs, the reference model's or None, seconds)."""
@@ -198,11 +207,22 @@ class TrainWorker(_Worker):
 class RolloutWorker(_Worker):
     side: Side = "rollout"
 
+    def __init__(self, plan: Plan, name: str, rank: int = 0, store: str = "", number: int = 0) -> None:
+        super().__init__(plan, name, rank, store)
+        self.number = number  # of its engine
+
+    def _place(self) -> int:
+        return self.number * self.plan.topology.rollout_tp * self.plan.topology.rollout_cp + self.rank
+
+    def captured(self) -> tuple[int, ...]:
+        graphs = self.engine.graphs
+        return () if graphs is None else tuple(sorted(set(graphs.captured)))
+
     def _open_engine(self) -> None:
         from rl_engine.engines.setup import read_weights, rollout_engine
         from rl_engine.engines.snapshot import own_digests
 
-        weights = read_weights(self.plan, self.mesh)
+        weights = read_weights(self.plan, self.mesh, self.device)
         self._rows = {name: (first, first + len(rows)) for name, (first, rows) in weights.export_rows().items()}
         self._digests = own_digests(weights)
         decode = Tokenizer(Path(self.plan.model_root)).decode if self.plan.sampling.stop_strings else None

@@ -53,16 +53,16 @@ class Fleet:
         ]
         self.engines = [
             [
-                self._member(RolloutWorker, "rollout", f"rollout-{number}", rank)
+                self._member(RolloutWorker, "rollout", f"rollout-{number}", rank, number)
                 for rank in range(shape.rollout_tp * shape.rollout_cp)
             ]
             for number in range(shape.rollout_engines)
         ]
         self.members = [*self.trainer, *(member for ranks in self.engines for member in ranks)]
 
-    def _member(self, worker: type, side: Side, engine: str, rank: int) -> Member:
+    def _member(self, worker: type, side: Side, engine: str, rank: int, *more: int) -> Member:
         store = f"file://{self.head.folder}/{self.plan.run_id}-{engine}"
-        return Member(self.head.start(worker, self.plan, engine, rank, store), side, engine, rank)
+        return Member(self.head.start(worker, self.plan, engine, rank, store, *more), side, engine, rank)
 
     def stop(self) -> None:
         """Ends every worker."""

@@ -31,7 +31,10 @@ def ensure_proof(plans: Sequence[Plan], display: Display) -> None:
     if plan is None:
         return
     command = [sys.executable, "-m", "rl_engine.entrypoints.repro", "qualify", "--provider", "gpu"]
-    with display.task("proving this GPU's operators"), _process([*command, "--model-root", plan.model_root]) as child:
+    command += ["--model-root", plan.model_root]
+    for size in sorted({plan.topology.train_tp, plan.topology.rollout_tp} - {1}):
+        command += ["--tp", str(size)]
+    with display.task("proving this GPU's operators"), _process(command) as child:
         assert child.stderr is not None
         lines: list[str] = []
         for line in child.stderr:

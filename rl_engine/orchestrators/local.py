@@ -69,6 +69,7 @@ class LocalRun:
         self.steps: list[StepRecord] = earlier.steps() if self.finished and earlier is not None else []
         self.fleet: Any = None
         self.pids: dict[str, int] = {}
+        self._captured: set[tuple[str, int]] = set()  # graphs that the record knows of
 
     # -- the loop
 
@@ -199,6 +200,12 @@ class LocalRun:
         """What this step must leave before it counts as finished: measured calls, and the trainer's state when due."""
         for member, routes in self.guard(lambda: self.fleet.every("routes")):
             self.writer.routes(member.engine, member.rank, routes)
+        if self.plan.engine.graph_capture_sizes:
+            for member, sizes in self.guard(lambda: self.fleet.every("captured")):
+                for size in sizes:
+                    if (member.name, size) not in self._captured:
+                        self._captured.add((member.name, size))
+                        self.writer.event("graph_capture", engine=member.engine, rank=member.rank, size=size)
         every = self.plan.checkpoint_every
         if every and done % every == 0:
             write_checkpoint(

@@ -75,12 +75,13 @@ def test_a_plans_device_is_there_and_of_the_proven_kind(tmp_path: Path, monkeypa
     with pytest.raises(UserError, match="no GPU that torch"):
         device_of(plan)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
     for cuda, capability, good in (("13.0", (9, 0), True), ("13.0", (8, 0), False), (None, (9, 0), False)):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, found=capability: found)
         if good:
-            assert device_of(plan) == GPU
+            assert [device_of(plan, place).index for place in range(4)] == [0, 1, 0, 1]
         else:
             with pytest.raises(UserError, match=r"Some GPU \(compute capability"):
                 device_of(plan)

@@ -299,7 +299,6 @@ def test_what_is_not_built_is_refused(plan_for):
         lambda: refuse_unbuilt(plan_for(stack="megatron-vllm")),
         lambda: refuse_unbuilt(plan_for(backend="rocm")),
         lambda: refuse_unbuilt(plan_for(backend="cuda", tp_size="3", oversubscribe=True)),
-        lambda: refuse_unbuilt(plan_for(backend="cuda", mode="consistency", rollout_tp_size="3", oversubscribe=True)),
         lambda: refuse_unbuilt(plan_for(pd=True)),
         lambda: refuse_unbuilt(plan_for(tp_size="3")),
         lambda: refuse_unbuilt(plan_for(rollout_tp_size="3")),
@@ -321,10 +320,41 @@ def test_one_gpu_runs_with_the_providers_that_its_proof_names(plan_for):
         assert dict(side) == {**dict.fromkeys(OPERATORS, "triton"), **products}
     kept = dict.fromkeys(KEPT_OURS, "triton")
     assert dict(native.providers.train) == {**dict.fromkeys(OPERATORS, "stock"), **kept}
+    assert native.engine.graph_capture_sizes == ()
+    assert consistency.engine.graph_capture_sizes == tuple(range(1, consistency.global_batch_size + 1))
     assert consistency.contract_id == "rlk.v1/cuda-sm90"
     assert (
         consistency.contract_digest == Contract(device_kind="cuda-sm90", fold_tokens=consistency.fold_tokens).digest()
     )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "shape"),
+    [
+        (8, {"tp_size": "2"}, (2, 1, 1, 1, 2)),
+        (8, {"tp_size": "2", "cp_size": "2"}, (2, 2, 1, 1, 4)),
+        (8, {"rollout_tp_size": "4"}, (1, 1, 4, 1, 1)),
+        (8, {}, (1, 1, 1, 1, 1)),
+        (1, {"tp_size": "2", "oversubscribe": True}, (2, 1, 1, 1, 2)),
+        (1, {"tp_size": "2"}, None),
+        (2, {"tp_size": "3"}, None),
+    ],
+)
+def test_built_in_ranks_take_the_gpus_they_ask_for(plan_for, tmp_path, gpus, flags, shape):
+    profile = tmp_path / "profile.json"
+    body = json.loads((REPOSITORY / "configs/demo/one-gpu.json").read_text())
+    body["model"].update(num_heads=12, num_kv_heads=12)
+    profile.write_text(json.dumps(body))
+    host = HostFacts(8, "cuda", True, gpus=gpus)
+    if shape is None:
+        with pytest.raises(UserError, match="one per GPU"):
+            plan_for(profile=profile, host=host, mode="consistency", **flags)
+        return
+    (item,) = plan_for(profile=profile, host=host, mode="consistency", **flags)
+    assert dataclasses.astuple(item.plan.topology) == shape
+    refuse_unbuilt([item])
+    several = item.plan.topology.rollout_tp > 1
+    assert bool(item.plan.engine.graph_capture_sizes) == (not several)
 
 
 def test_padded_vocabulary():
