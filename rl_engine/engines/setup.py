@@ -22,6 +22,8 @@ from rl_engine.parallel import Mesh, join_mesh, nccl_available, single_mesh
 from rl_engine.records.errors import UserError
 from rl_engine.records.types import Side, ThreadSettings
 
+GPU_PAGE = 64  # tokens: what the decode kernel of a Hopper fetches at once
+
 
 def device_of(plan: Plan, place: int = 0) -> torch.device:
     """Where rank ``place`` of a side computes, counted over all its engines: the CPU, or one of the GPUs that this
@@ -150,5 +152,6 @@ def rollout_engine(
     """One rollout rank; ``decode`` gives the text of token ids, for stop strings."""
     operators = Operators(dict(plan.providers.rollout))
     sizes = plan.engine.graph_capture_sizes
-    settings = RolloutSettings(max_batch=max(RolloutSettings.max_batch, *sizes, 0), graph_sizes=sizes)
+    page = GPU_PAGE if weights.device.type == "cuda" else RolloutSettings.page
+    settings = RolloutSettings(max_batch=max(RolloutSettings.max_batch, *sizes, 0), page=page, graph_sizes=sizes)
     return RolloutEngine(weights, operators, weights.config.max_positions, settings, name, decode, mesh)
