@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from rl_engine.config.plan import ModelFacts, Plan
+from rl_engine.numerics.contract import Contract
 
 BF16, FP32 = 2, 4
 PROCESS = 360 * 2**20  # interpreter, torch and Ray's worker with the libraries that they map, measured
@@ -45,7 +46,7 @@ def train_memory(plan: Plan) -> RankMemory:
     """One training rank: bf16 weights, fp32 gradients, AdamW's master weights and moments, and a micro-batch.
 
     Per-layer recomputation keeps the input of every layer and the whole of one; the logits of a micro-batch are fp32
-    and exist twice (values and gradient).
+    and exist twice (values and gradient), in consistency mode those of one vocabulary group at a time.
     """
     assert plan.model is not None
     model, shape = plan.model, plan.topology
@@ -54,7 +55,8 @@ def train_memory(plan: Plan) -> RankMemory:
     kept = model.num_layers * tokens * model.hidden_size * BF16
     width = 4 * model.hidden_size + 3 * model.intermediate_size // shape.train_tp
     one_layer = 2 * tokens * width * BF16
-    logits = 2 * tokens * (model.padded_vocab_size // shape.train_tp) * FP32
+    at_once = 1 if plan.mode == "native" else Contract().logp_groups
+    logits = 2 * tokens * (model.padded_vocab_size // shape.train_tp) * FP32 // at_once
     optimizer = 3 * FP32 * count // (shape.train_cp if plan.stack != "builtin" else 1)
     reference = BF16 * count if plan.loss.kl_coef > 0 else 0
     return RankMemory(

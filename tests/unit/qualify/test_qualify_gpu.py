@@ -358,3 +358,25 @@ def test_close_candidates_are_timed_again(monkeypatch: pytest.MonkeyPatch) -> No
     chosen, native = products.ranked(sound, {name: [] for name in first})
     assert [(c.algorithm, c.microseconds) for c in chosen] == [("a", 101.0), ("b", 109.0), ("c", 180.0)]
     assert native == 92.0 and looks[1][0] == ["0", "1", "native"] and looks[1][1] > looks[0][1]
+
+
+@pytest.mark.parametrize("part", ["update", "draws"])
+def test_a_part_of_the_proof_goes_to_its_end(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, the reference in the kernels' place: whatever a part compares, it must be able to compare. A part that
+    breaks off is a failed proof on every GPU."""
+    pytest.importorskip("triton")
+    from rl_engine.qualify import gpu_rows
+    from rl_engine.qualify.gpu.data import Inputs
+
+    class OnCpu(Inputs):
+        def __init__(self) -> None:
+            self.random = torch.Generator().manual_seed(1)
+
+        def order_revealing(self, rows: int, depth: int) -> torch.Tensor:
+            return torch.randn(rows, depth, generator=self.random).bfloat16()
+
+    inner = gpu_rows.provider
+    monkeypatch.setattr(gpu_rows, "provider", lambda operator, name: inner(operator, "reference"))
+    assert part in gpu_rows.PARTS
+    cases = list(getattr(gpu_rows, part)(DEMO, OnCpu()))
+    assert len(cases) > 2 and [case for case in cases if not case.holds] == []
