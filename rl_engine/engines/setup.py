@@ -27,10 +27,10 @@ GPU_PAGE = 64  # tokens: what the decode kernel of a Hopper fetches at once
 
 def device_of(plan: Plan, place: int = 0) -> torch.device:
     """Where rank ``place`` of a side computes, counted over all its engines: the CPU, or one of the GPUs that this
-    process sees, in turns. The sides share them.
+    process sees, in turns. The sides share them. A GPU becomes the one in force: kernels are launched there.
 
     Raises:
-        UserError: torch sees no GPU, or one of a kind that the contract was not proven on.
+        UserError: torch sees no GPU, one of a kind that the contract was not proven on, or GPUs of several kinds.
     """
     if plan.backend == "cpu":
         return CPU
@@ -46,6 +46,10 @@ def device_of(plan: Plan, place: int = 0) -> torch.device:
         raise UserError(
             f"{name} (compute capability {major}.{minor})", "9.0: the operators are proven on Hopper", "--backend cpu"
         )
+    if name != torch.cuda.get_device_name(0):
+        kinds = f"{torch.cuda.get_device_name(0)} and {name}"
+        raise UserError(kinds, "GPUs of one kind: the first one's proof holds for all", "set CUDA_VISIBLE_DEVICES")
+    torch.cuda.set_device(number)
     return torch.device("cuda", number)
 
 

@@ -10,7 +10,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
+from typing import IO
 
 from rl_engine.config.plan import Plan
 from rl_engine.orchestrators.actors import SOURCE_ROOT
@@ -34,7 +36,11 @@ def ensure_proof(plans: Sequence[Plan], display: Display) -> None:
     command += ["--model-root", plan.model_root]
     for size in sorted({plan.topology.train_tp, plan.topology.rollout_tp} - {1}):
         command += ["--tp", str(size)]
-    with display.task("proving this GPU's operators"), _process(command) as child:
+    with (
+        display.task("proving this GPU's operators"),
+        tempfile.TemporaryFile("w+", errors="replace") as out,
+        _process(command, out) as child,
+    ):
         assert child.stderr is not None
         lines: list[str] = []
         for line in child.stderr:
@@ -42,9 +48,13 @@ def ensure_proof(plans: Sequence[Plan], display: Display) -> None:
                 display.say(line.strip())
             lines.append(line.strip())
         code = child.wait()
+        out.seek(0)
+        named = " ".join(out.readline().split())[:200]  # failures come first
     if code == 1:
         raise UserError(
-            "operators that fail their proof on this GPU", "bits equal to the contract", "rlk-repro qualify names them"
+            f"operators that fail their proof on this GPU (first {named})",
+            "bits equal to the contract",
+            "rlk-repro qualify names them all",
         )
     if code:
         said = " | ".join(lines[-LAST_LINES:])[-400:] or f"exit code {code}"
@@ -54,13 +64,13 @@ def ensure_proof(plans: Sequence[Plan], display: Display) -> None:
 
 
 @contextlib.contextmanager
-def _process(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """The command in a group of its own, ended with all it started when this is left early."""
+def _process(command: list[str], out: IO[str]) -> Iterator[subprocess.Popen[str]]:
+    """The command in a group of its own, ended with all it started when this is left early; ``out`` gets its output."""
     path = os.pathsep.join(filter(None, (str(SOURCE_ROOT), os.environ.get("PYTHONPATH"))))
     child = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
+        stdout=out,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",

@@ -77,14 +77,21 @@ def test_a_plans_device_is_there_and_of_the_proven_kind(tmp_path: Path, monkeypa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
+    in_force: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", in_force.append)
     for cuda, capability, good in (("13.0", (9, 0), True), ("13.0", (8, 0), False), (None, (9, 0), False)):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, found=capability: found)
         if good:
-            assert [device_of(plan, place).index for place in range(4)] == [0, 1, 0, 1]
+            assert [device_of(plan, place).index for place in range(4)] == in_force == [0, 1, 0, 1]
         else:
             with pytest.raises(UserError, match=r"Some GPU \(compute capability"):
                 device_of(plan)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Kind {index}")
+    with pytest.raises(UserError, match="Kind 0 and Kind 1"):
+        device_of(plan, 1)
 
 
 def test_weights_say_where_they_lie() -> None:

@@ -71,7 +71,7 @@ def test_other_plans_need_none(
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("exit 1", "operators that fail their proof"),
+        ("echo 'adamw triton m: 3 of 9 DIFFER'; echo more; exit 1", r"\(first adamw triton m: 3 of 9 DIFFER\)"),
         ("echo 'rlk-repro: found no GPU that torch sees' >&2; exit 2", "no GPU that torch sees"),
         ("kill -9 $$", "no proof of this GPU's operators"),
     ],
