@@ -103,7 +103,8 @@ class Watch:
 def watch_rollout(plan: Plan, batch: SampleBatch, chosen: int, limit: int) -> Watch:
     """The rollout engine draws the whole step again; noise depends on identities, so the tokens come out the same."""
     weights = read_weights(plan)
-    engine = rollout_engine(plan, weights, "locate")
+    launched = dataclasses.replace(plan.engine, graph_capture_sizes=())  # a replayed graph calls no operator
+    engine = rollout_engine(dataclasses.replace(plan, engine=launched), weights, "locate")
     watch = Watch(engine.ops, limit)
     samples = samples_of(batch)
     mine = samples[chosen]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import abc
+import functools
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,8 @@ from rl_engine.orchestrators.tokens import Tokenizer
 from rl_engine.records.environment import collect_environment, source_record
 from rl_engine.records.types import EnvironmentRecord, RouteRecord, Side, ThreadSettings
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Logprobs = list[npt.NDArray[np.float32]]
 SOURCE_ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,6 +36,21 @@ def own_contract(plan: Plan) -> Contract:
     """The contract that this process' code computes with, for the plan's fold units and compiler."""
     gemm = "chain256" if plan.contract_id.endswith("-chain256") else "chain"
     return Contract(device_kind=DEVICE_KINDS[plan.backend], gemm=gemm, fold_tokens=plan.fold_tokens)
+
+
+def on_device(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """A worker's method whose kernels are launched on the worker's GPU: an actor's calls run on several threads, and
+    which GPU is in force is a thread's own business."""
+
+    @functools.wraps(method)
+    def call(self: Any, *arguments: P.args, **words: P.kwargs) -> T:
+        if self.device.type == "cuda":
+            import torch
+
+            torch.cuda.set_device(self.device)
+        return method(self, *arguments, **words)
+
+    return call
 
 
 class _Worker(abc.ABC):
@@ -157,6 +176,7 @@ class TrainWorker(_Worker):
 
         self.engine = train_engine(self.plan, self.mesh, self.device)
 
+    @on_device
     def score(self, samples: list[Sample]) -> tuple[Logprobs, Logprobs | None, float]:
         """(logprobs, the reference model's or None, seconds)."""
         started = time.perf_counter()
@@ -166,6 +186,7 @@ class TrainWorker(_Worker):
         self._return_memory()
         return logprobs, reference, time.perf_counter() - started
 
+    @on_device
     def step(
         self, samples: list[Sample], advantages: list[float], old: Logprobs, reference: Logprobs | None
     ) -> UpdateResult:
@@ -175,6 +196,7 @@ class TrainWorker(_Worker):
         self._return_memory()
         return result
 
+    @on_device
     def save(self, folder: str) -> None:
         """This rank's part of the trainer's state, as files in ``folder``.
 
@@ -185,6 +207,7 @@ class TrainWorker(_Worker):
 
         save_state(self.engine, Path(folder))
 
+    @on_device
     def restore(self, folder: str) -> None:
         """The trainer's state from what :meth:`save` of all ranks left in ``folder``.
 
@@ -195,6 +218,7 @@ class TrainWorker(_Worker):
 
         load_state(self.engine, Path(folder))
 
+    @on_device
     def export(self) -> tuple[WeightSnapshot, dict[str, str]]:
         """(weights, digests): the weights go straight to the rollout engines, the digests to the evidence."""
         snapshot = self.engine.export()
@@ -232,6 +256,7 @@ class RolloutWorker(_Worker):
         """(rows of every tensor, their digests) of the weights as they were loaded or arrived."""
         return self._rows, self._digests
 
+    @on_device
     def generate(self, requests: list[Request], step: int, stop_tokens: tuple[int, ...]) -> tuple[list[Sample], float]:
         """(samples in the requests' order, seconds)."""
         from rl_engine.engines.setup import sampling_settings
@@ -242,6 +267,7 @@ class RolloutWorker(_Worker):
         samples = self.engine.generate(requests, step, settings, self._report, stops)
         return samples, time.perf_counter() - started
 
+    @on_device
     def load_weights(self, *snapshots: WeightSnapshot) -> None:
         """This rank's rows of the trainer ranks' snapshots."""
         self._digests = self.engine.load_weights(snapshots)
