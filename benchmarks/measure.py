@@ -122,7 +122,7 @@ def machine(load_before: float) -> dict[str, Any]:
     import numpy
     import torch
 
-    from rl_engine.records.environment import source_record
+    from rl_engine.records.sources import FOLDERS, source_record
 
     names = [line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")]
     return {
@@ -134,7 +134,7 @@ def machine(load_before: float) -> dict[str, Any]:
         "numpy": numpy.__version__,
         "load_before": load_before,
         "load_after": os.getloadavg()[0],
-        "source": dataclasses.asdict(source_record("rl_kernel", ROOT)),
+        "source": dataclasses.asdict(source_record("rl_kernel", ROOT, (*FOLDERS, "benchmarks"))),
     }
 
 

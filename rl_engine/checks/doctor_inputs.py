@@ -17,6 +17,7 @@ from rl_engine.config.preflight import wants_demo_model
 from rl_engine.config.profile import Repository
 from rl_engine.config.resolve import ResolvedPlan
 from rl_engine.records.errors import UserError
+from rl_engine.records.sources import uncommitted
 
 ASK_SECONDS = 60.0
 EXPECTED = "a readable path"
@@ -91,9 +92,11 @@ def _checkout(resolved: ResolvedPlan, name: str, repository: Repository | None, 
     else:
         yield passed(label, state.head[:12], "any revision (the profile pins none)")
     allowed = resolved.plan.allow_dirty or resolved.plan.stack != "vime"
-    shown = f"{len(state.changes)} uncommitted changes" if state.changes else "clean"
+    own = uncommitted(Path(root)) if name == "rl_kernel" else None
+    changes = state.changes if own is None else own
+    shown = f"{len(changes)} uncommitted changes" if changes else "clean"
     hint = "commit or remove them; --allow-dirty for development runs"
-    yield judged(f"{label} clean", not state.changes, shown, "clean", hint, "WARN" if allowed else "FAIL")
+    yield judged(f"{label} clean", not changes, shown, "clean", hint, "WARN" if allowed else "FAIL")
 
 
 def checkpoint(resolved: ResolvedPlan) -> Iterator[Finding]:

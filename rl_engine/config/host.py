@@ -72,7 +72,7 @@ def has_c_compiler() -> bool:
 
 def dirty_sources() -> str:
     """Why a run of these sources is development, as its validation will say; empty for a clean checkout."""
-    from rl_engine.records.environment import source_record
+    from rl_engine.records.sources import source_record
 
     source = source_record("rl_kernel", Path(__file__).resolve().parents[2])
     if source.revision is None:

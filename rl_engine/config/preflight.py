@@ -6,17 +6,18 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl_engine.config.paths import PLACEHOLDER
+from rl_engine.config.paths import PLACEHOLDER, REPOSITORY
 from rl_engine.config.plan import Plan
 from rl_engine.config.resolve import ResolvedPlan
 from rl_engine.records.errors import UserError
+from rl_engine.records.sources import FOLDERS, lies_in_sources
 
 
 def refuse_unbuilt(resolved: Sequence[ResolvedPlan]) -> None:
-    """Refuses what plans but cannot run yet.
+    """Refuses what plans but cannot run yet, and runs that would write among the sources.
 
     Raises:
-        UserError: a stack, backend or way of running that this version does not have.
+        UserError: a stack, backend or way of running that this version does not have, or such a folder.
     """
     plan = resolved[0].plan
     if plan.stack != "builtin":
@@ -35,6 +36,7 @@ def refuse_unbuilt(resolved: Sequence[ResolvedPlan]) -> None:
         )
     _refuse_groups(resolved)
     _refuse_mixed_heads(resolved)
+    _refuse_source_folders(resolved)
     for name, what in _NOT_HONOURED:
         value = next((value for value in resolved[0].values if value.name == name), None)
         if value is not None and value.source == "flag":
@@ -89,6 +91,19 @@ def _refuse_mixed_heads(resolved: Sequence[ResolvedPlan]) -> None:
                     f"--native {operator}@{side}",
                     "the contract's own head on both sides and its logprob on the trainer's",
                     "--native selected_logp@rollout shows a stock logprob",
+                )
+
+
+def _refuse_source_folders(resolved: Sequence[ResolvedPlan]) -> None:
+    """What a run writes there would count as a change of its own sources."""
+    for item in resolved:
+        for value in item.values:
+            place = str(value.value)
+            if value.name in ("workspace", "data_root", "output_root") and lies_in_sources(Path(place), REPOSITORY):
+                raise UserError(
+                    f"{value.name.replace('_', ' ')} {place}, among the sources",
+                    f"a folder outside {' and '.join(FOLDERS)}",
+                    f"--{value.name.replace('_', '-')} DIR",
                 )
 
 

@@ -19,7 +19,8 @@ from rl_engine.engines.types import Request, Sample, UpdateResult, WeightSnapsho
 from rl_engine.numerics.contract import Contract
 from rl_engine.orchestrators.memory import peak_resident, return_memory
 from rl_engine.orchestrators.tokens import Tokenizer
-from rl_engine.records.environment import collect_environment, source_record
+from rl_engine.records.environment import collect_environment
+from rl_engine.records.sources import source_record
 from rl_engine.records.types import EnvironmentRecord, RouteRecord, Side, ThreadSettings
 
 P = ParamSpec("P")

@@ -25,9 +25,10 @@ from rl_engine.orchestrators.resume import check_inputs_unchanged, input_digests
 from rl_engine.orchestrators.tokens import Tokenizer
 from rl_engine.records.checkpoints import latest_checkpoint, write_checkpoint
 from rl_engine.records.codec import RecordError
-from rl_engine.records.environment import collect_environment, source_record
+from rl_engine.records.environment import collect_environment
 from rl_engine.records.errors import UserError
 from rl_engine.records.reader import RunReader
+from rl_engine.records.sources import source_record
 from rl_engine.records.statistics import logprob_statistics
 from rl_engine.records.types import SampleBatch, SampleRecord, StepRecord, StepSeconds
 from rl_engine.records.writer import RunWriter

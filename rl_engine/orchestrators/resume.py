@@ -11,11 +11,12 @@ from rl_engine.config.plan import Plan
 from rl_engine.config.preflight import check_files
 from rl_engine.orchestrators.actors import SOURCE_ROOT
 from rl_engine.records.codec import decode
-from rl_engine.records.environment import installed_versions, source_record
+from rl_engine.records.environment import installed_versions
 from rl_engine.records.errors import UserError
 from rl_engine.records.lock import is_live
 from rl_engine.records.pair import pair_path
 from rl_engine.records.reader import RunReader
+from rl_engine.records.sources import source_record
 
 ARMS = ("native", "consistency")
 _MODEL_FILES = (".json", ".jinja", ".txt", ".model")

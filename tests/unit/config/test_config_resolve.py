@@ -310,6 +310,15 @@ def test_what_is_not_built_is_refused(plan_for):
             build()
 
 
+def test_runs_do_not_write_among_their_sources(plan_for):
+    root = str(REPOSITORY)
+    for name in ("workspace", "data_root", "output_root"):
+        with pytest.raises(UserError, match="among the sources"):
+            refuse_unbuilt(plan_for(paths={name: f"{root}/configs/demo/out"}))
+        refuse_unbuilt(plan_for(paths={name: f"{root}/out"}))
+    refuse_unbuilt(plan_for(paths={"workspace": root}))
+
+
 def test_one_gpu_runs_with_the_providers_that_its_proof_names(plan_for):
     native, consistency = (
         item.plan for item in plan_for(backend="cuda", host=HostFacts(8, "cuda", True), mode="paired")

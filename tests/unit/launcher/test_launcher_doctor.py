@@ -8,6 +8,7 @@ import http.server
 import json
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -344,6 +345,19 @@ def test_checkouts_that_are_missing_or_elsewhere(tmp_path):
     assert "rlk-repro prepare" in found["checkout vime"].hint
     found = by_name(doctor_inputs.checkouts(cuda("--vime-root", str(REPOSITORY))))
     assert (found["checkout vime"].status, found["checkout vime"].expected) == ("FAIL", "1a113710e80a with 0 patches")
+
+
+def test_a_workspace_in_a_checkout_is_no_change_of_it(tmp_path):
+    for name in ("rl_engine/a.py", "ws/data/plan.json"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("1")
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=test", "-c", "user.email=test@example.invalid")
+    for command in (("init", "-q"), ("add", "rl_engine"), ("commit", "-q", "-m", "one")):
+        subprocess.run([*git, *command], check=True, capture_output=True)
+    item = resolved("--rl-kernel-root", str(tmp_path))
+    assert by_name(doctor_inputs.checkouts(item))["checkout rl_kernel clean"].status == "PASS"
+    (tmp_path / "rl_engine" / "b.py").write_text("1")
+    assert by_name(doctor_inputs.checkouts(item))["checkout rl_kernel clean"].found == "1 uncommitted changes"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_engine.records.environment import collect_environment, source_record
+from rl_engine.records.environment import collect_environment
 from rl_engine.records.reader import RunReader
 from rl_engine.records.redact import REDACTED, redact_text, redact_variables
 from rl_engine.records.types import EnvironmentRecord
@@ -93,27 +93,3 @@ def test_no_planted_secret_in_any_file(tmp_path: Path, monkeypatch: pytest.Monke
     for leak in (*PLANTED.values(), *LEAKS):
         assert leak.encode() not in everything, leak
     assert RunReader(run).environments()[-1].versions["numpy"]
-
-
-def test_source_record_follows_changes(tmp_path: Path) -> None:
-    import subprocess
-
-    def git(*arguments: str) -> None:
-        identity = ["-c", "user.email=a@b.c", "-c", "user.name=n", "-c", "commit.gpgsign=false"]
-        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
-
-    (tmp_path / "a.py").write_text("x = 1\n")
-    outside = source_record("s", tmp_path)
-    assert outside.revision is None and outside.diff_hash
-    git("init", "-q")
-    git("add", "a.py")
-    git("commit", "-q", "-m", "one")
-    clean = source_record("s", tmp_path)
-    assert clean.revision and not clean.dirty and clean.diff_hash is None
-    (tmp_path / "a.py").write_text("x = 2\n")
-    first = source_record("s", tmp_path)
-    (tmp_path / "b.py").write_text("y = 1\n")
-    second = source_record("s", tmp_path)
-    (tmp_path / "b.py").write_text("y = 2\n")
-    third = source_record("s", tmp_path)
-    assert first.dirty and len({first.diff_hash, second.diff_hash, third.diff_hash}) == 3
