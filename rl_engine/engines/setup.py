@@ -9,6 +9,7 @@ import torch
 
 from rl_engine.config.plan import DEVICE_KINDS, Plan
 from rl_engine.engines.rollout.builtin.engine import Decode, RolloutEngine, RolloutSettings
+from rl_engine.engines.rollout.builtin.passes import PassLog
 from rl_engine.engines.train.builtin import TrainEngine, TrainSettings
 from rl_engine.engines.types import SamplingSettings
 from rl_engine.models.checkpoint import load_weights
@@ -151,11 +152,16 @@ def train_engine(plan: Plan, mesh: Mesh | None = None, device: torch.device | No
 
 
 def rollout_engine(
-    plan: Plan, weights: ModelWeights, name: str, mesh: Mesh | None = None, decode: Decode | None = None
+    plan: Plan,
+    weights: ModelWeights,
+    name: str,
+    mesh: Mesh | None = None,
+    decode: Decode | None = None,
+    passes: PassLog | None = None,
 ) -> RolloutEngine:
-    """One rollout rank; ``decode`` gives the text of token ids, for stop strings."""
+    """One rollout rank; ``decode`` gives the text of token ids, for stop strings, ``passes`` collects evidence."""
     operators = Operators(dict(plan.providers.rollout))
     sizes = plan.engine.graph_capture_sizes
     page = GPU_PAGE if weights.device.type == "cuda" else RolloutSettings.page
     settings = RolloutSettings(max_batch=max(RolloutSettings.max_batch, *sizes, 0), page=page, graph_sizes=sizes)
-    return RolloutEngine(weights, operators, weights.config.max_positions, settings, name, decode, mesh)
+    return RolloutEngine(weights, operators, weights.config.max_positions, settings, name, decode, mesh, passes)

@@ -21,7 +21,7 @@ from rl_engine.orchestrators.memory import peak_resident, return_memory
 from rl_engine.orchestrators.tokens import Tokenizer
 from rl_engine.records.environment import collect_environment
 from rl_engine.records.sources import source_record
-from rl_engine.records.types import EnvironmentRecord, RouteRecord, Side, ThreadSettings
+from rl_engine.records.types import EnvironmentRecord, PassRecord, RouteRecord, Side, ThreadSettings
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -244,6 +244,7 @@ class RolloutWorker(_Worker):
         return () if graphs is None else tuple(sorted(set(graphs.captured)))
 
     def _open_engine(self) -> None:
+        from rl_engine.engines.rollout.builtin.passes import PassLog
         from rl_engine.engines.setup import read_weights, rollout_engine
         from rl_engine.engines.snapshot import own_digests
 
@@ -251,11 +252,16 @@ class RolloutWorker(_Worker):
         self._rows = {name: (first, first + len(rows)) for name, (first, rows) in weights.export_rows().items()}
         self._digests = own_digests(weights)
         decode = Tokenizer(Path(self.plan.model_root)).decode if self.plan.sampling.stop_strings else None
-        self.engine = rollout_engine(self.plan, weights, self.name, self.mesh, decode)
+        self._passes = PassLog()
+        self.engine = rollout_engine(self.plan, weights, self.name, self.mesh, decode, self._passes)
 
     def held(self) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
         """(rows of every tensor, their digests) of the weights as they were loaded or arrived."""
         return self._rows, self._digests
+
+    def passes(self) -> list[PassRecord]:
+        """The engine's passes since the last call."""
+        return self._passes.take()
 
     @on_device
     def generate(self, requests: list[Request], step: int, stop_tokens: tuple[int, ...]) -> tuple[list[Sample], float]:

@@ -16,7 +16,7 @@ from rl_engine.engines.snapshot import shard_digests, snapshot_digests
 from rl_engine.engines.types import Request, Sample, WeightSnapshot
 from rl_engine.orchestrators.actors import RolloutWorker, TrainWorker
 from rl_engine.orchestrators.ray_head import Head
-from rl_engine.records.types import Side
+from rl_engine.records.types import PassRecord, Side
 
 POLL_SECONDS = 0.25
 DEATH_SECONDS = 5.0  # how long the cause of a lost peer is waited for
@@ -98,6 +98,12 @@ class Fleet:
         """``method()`` of every worker."""
         results = self.wait([getattr(member.actor, method).remote() for member in self.members])
         return list(zip(self.members, results, strict=True))
+
+    def passes(self) -> list[tuple[str, list[PassRecord]]]:
+        """Every rollout engine's passes since the last call, as its first rank tells them: all ranks decide alike."""
+        leaders = [ranks[0] for ranks in self.engines]
+        found = self.wait([member.actor.passes.remote() for member in leaders])
+        return [(member.engine, records) for member, records in zip(leaders, found, strict=True)]
 
     def train(self, method: str, *arguments: Any, advance: Advance | None = None) -> Any:
         """``method`` on every trainer rank; the first one's result."""

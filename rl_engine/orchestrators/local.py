@@ -301,7 +301,10 @@ class LocalRun:
     def _generate(self, requests: list[Request], step: int) -> tuple[list[Sample], float]:
         stops = self.tokenizer.stop_tokens
         with self.display.task(f"{self.plan.mode}: generating") as advance:
-            return self.guard(lambda: self.fleet.generate(requests, step, stops, self._shown(advance)))
+            drawn = self.guard(lambda: self.fleet.generate(requests, step, stops, self._shown(advance)))
+        for engine, passes in self.guard(self.fleet.passes):
+            self.writer.passes(engine, passes)
+        return drawn
 
     def _train(self, what: str, method: str, *arguments: Any) -> Any:
         with self.display.task(f"{self.plan.mode}: {what}") as advance:

@@ -24,10 +24,11 @@ PLAN, STATE, EVENTS, STEPS, LOG, COMPLETE = (
     "run.log",
     "COMPLETE",
 )
-SAMPLES_DIR, ROUTES_DIR, WEIGHTS_DIR = "samples", "routes", "weights"
+SAMPLES_DIR, ROUTES_DIR, WEIGHTS_DIR, PASSES_DIR = "samples", "routes", "weights", "passes"
 
 JSON_LIMIT = 64 << 20
 TENSOR_LIMIT = 1 << 30
+LINE_LIMIT = 1 << 20
 ENTRY_LIMIT = 200_000
 _COMPONENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")
 
@@ -52,6 +53,12 @@ def routes_name(engine: str, rank: int, attempt: int = 0) -> str:
     """``routes/<engine>-<rank>.json``; later attempts of a resumed run carry their number."""
     tail = f".attempt-{attempt}" if attempt else ""
     return f"{ROUTES_DIR}/{check_component(engine, 'engine name')}-{int(rank)}{tail}.json"
+
+
+def passes_name(engine: str, attempt: int = 0) -> str:
+    """``passes/<engine>.jsonl``; later attempts of a resumed run carry their number."""
+    tail = f".attempt-{attempt}" if attempt else ""
+    return f"{PASSES_DIR}/{check_component(engine, 'engine name')}{tail}.jsonl"
 
 
 def weights_name(version: int) -> str:
@@ -113,6 +120,27 @@ def read_bounded(root: Path, relative: str, limit: int) -> bytes:
     if len(data) > limit:
         raise RecordError(f"{relative}: more than {limit} bytes", f"at most {limit} bytes")
     return data
+
+
+def read_lines(root: Path, relative: str, limit: int, line_limit: int) -> Iterator[bytes]:
+    """The lines of a regular file below ``root``, one in memory at a time, without their ends.
+
+    Raises:
+        RecordError: a file of more than ``limit`` bytes, a line of more than ``line_limit``, a last line without its
+            end.
+    """
+    with open_regular(root, relative) as descriptor, os.fdopen(os.dup(descriptor), "rb") as file:
+        size = os.fstat(descriptor).st_size
+        if size > limit:
+            raise RecordError(f"{relative}: {size} bytes", f"at most {limit} bytes")
+        read = 0
+        while line := file.readline(line_limit + 1):
+            read += len(line)
+            if len(line) > line_limit or read > limit:
+                raise RecordError(f"{relative}: a line above {line_limit} bytes", "lines as a run writes them")
+            if not line.endswith(b"\n"):
+                raise RecordError(f"{relative}: a last line without its end", "whole lines")
+            yield line[:-1]
 
 
 def list_files(root: Path) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from rl_engine.records.samples import decode_samples, split_lines
 from rl_engine.records.types import (
     EnvironmentRecord,
     EventRecord,
+    PassRecord,
     RouteFile,
     SampleBatch,
     StateRecord,
@@ -26,6 +28,7 @@ from rl_engine.records.types import (
 T = TypeVar("T")
 
 _SAMPLES = re.compile(r"step-([0-9]{5,9})\.(safetensors|jsonl)")
+_PASSES = re.compile(r"(.+?)(?:\.attempt-([1-9][0-9]{0,8}))?\.jsonl")
 _WEIGHTS = re.compile(r"(0|[1-9][0-9]{0,8})\.json")
 _NUMBERED = {kind: re.compile(rf"{kind}-([0-9]{{4,9}})\.json") for kind in ("environment", "validation")}
 
@@ -124,6 +127,26 @@ class RunReader:
                 raise RecordError(f"routes/{name[:80]} of {stem[:80]}", "the worker that its name says")
             found.append((int(match[2] or 0), record))
         return found
+
+    @property
+    def logs_passes(self) -> bool:
+        """Whether the run is one that logs its engines' passes: earlier versions did not."""
+        return (self.run_dir / paths.PASSES_DIR).exists()
+
+    def passes(self) -> dict[tuple[int, str], Iterator[PassRecord]]:
+        """(attempt, engine) of every file in ``passes/``, with its lines, which are read as they are asked for."""
+        found = {}
+        for name in self._folder(paths.PASSES_DIR):
+            match = _PASSES.fullmatch(name)
+            if match is None:
+                raise RecordError(f"passes/{name[:80]}", "<engine>.jsonl or <engine>.attempt-<number>.jsonl")
+            found[int(match[2] or 0), match[1]] = self._passes(f"{paths.PASSES_DIR}/{name}")
+        return found
+
+    def _passes(self, name: str) -> Iterator[PassRecord]:
+        lines = paths.read_lines(self.run_dir, name, paths.TENSOR_LIMIT, paths.LINE_LIMIT)
+        for number, line in enumerate(lines, 1):
+            yield decode(PassRecord, parse_json(line, f"{name} line {number}"), f"{name} line {number}")
 
     def weights(self) -> dict[int, WeightsRecord]:
         """Every weights file by version."""

@@ -188,6 +188,37 @@ class RouteFile:
 
 
 @dataclasses.dataclass(frozen=True)
+class PassRecord:
+    """One line of ``passes/<engine>.jsonl``: a forward pass of a rollout engine, or several in a row in which the same
+    samples take one token each.
+
+    ``first`` counts the engine's passes from 0, ``passes`` those of the line; ``step`` is the rollout step that asked
+    for them. Of each pass: ``samples`` in it and ``waiting`` in the queue, ``tokens`` computed, ``prefill`` of them
+    for samples that were not caught up. ``shared`` tokens were taken over from other samples' pages, ``discarded``
+    ones thrown away when their samples went back to the queue. Samples as (prompt, sample): ``admitted`` and
+    ``preempted`` with the first pass, ``finished`` with the last. ``pages`` of the pool, 0 for an engine without one,
+    of which samples held ``pages_held`` in the last pass. ``execution`` is how it ran.
+    """
+
+    step: int
+    weight_version: int
+    first: int
+    passes: int
+    samples: int
+    waiting: int
+    tokens: int
+    prefill: int
+    shared: int
+    discarded: int
+    admitted: tuple[tuple[int, int], ...]
+    preempted: tuple[tuple[int, int], ...]
+    finished: tuple[tuple[int, int], ...]
+    pages: int
+    pages_held: int
+    execution: Literal["eager", "graph"]
+
+
+@dataclasses.dataclass(frozen=True)
 class WeightsRecord:
     """``weights/<version>.json``: digest of every exported tensor, and of the sorted map."""
 

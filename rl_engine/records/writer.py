@@ -27,6 +27,7 @@ from rl_engine.records.types import (
     EnvironmentRecord,
     EventRecord,
     EventValue,
+    PassRecord,
     RouteFile,
     RouteRecord,
     SampleBatch,
@@ -100,7 +101,7 @@ class RunWriter:
             raise UserError(
                 f"{run_dir} already there", "a run directory that does not exist yet", "choose another --run-id"
             ) from None
-        for folder in (paths.SAMPLES_DIR, paths.ROUTES_DIR, paths.WEIGHTS_DIR):
+        for folder in (paths.SAMPLES_DIR, paths.ROUTES_DIR, paths.WEIGHTS_DIR, paths.PASSES_DIR):
             (run_dir / folder).mkdir()
         lock = RunLock(run_dir)
         lock.acquire()
@@ -161,9 +162,10 @@ class RunWriter:
     def _repaired(cls, reader: RunReader, lock: RunLock) -> RunWriter:
         for folder in (paths.SAMPLES_DIR, paths.ROUTES_DIR, paths.WEIGHTS_DIR):
             require_folder(reader.run_dir / folder)
+        logs = [f"{paths.PASSES_DIR}/{name}" for name in paths.list_folder(reader.run_dir, paths.PASSES_DIR)]
         torn = {
             name: cut_torn_tail(reader.run_dir / name)
-            for name in (paths.STATE, paths.EVENTS, paths.STEPS)
+            for name in (paths.STATE, paths.EVENTS, paths.STEPS, *logs)
             if (reader.run_dir / name).exists()
         }
         writer = cls(reader.run_dir, reader.plan().digest, reader.states(), len(reader.steps()), lock)
@@ -257,6 +259,13 @@ class RunWriter:
         body = RouteFile(plan_digest=self.plan_digest, engine=engine, rank=rank, routes=tuple(records))
         attempt = max(self._attempts - 1, 0)
         write_atomic(self.run_dir / paths.routes_name(engine, rank, attempt), _document(body))
+
+    def passes(self, engine: str, records: Sequence[PassRecord]) -> None:
+        """Append what one rollout engine's scheduler did; every attempt has its own file."""
+        self._check_open()
+        name = paths.passes_name(engine, max(self._attempts - 1, 0))
+        lines = "".join(canonical_json(encode(record)) + "\n" for record in records)
+        append_durable(self.run_dir / name, lines.encode())
 
     def confirm(self, record: StepRecord, batch: SampleBatch) -> None:
         """Compare a finished step that was computed again with what is recorded of it; only times may differ.

@@ -86,6 +86,10 @@ def test_evidence_is_complete(done: Done, pair_cli: Cli) -> None:
         assert [state.name for state in reader.states()] == ["planned", "running", "finished", "valid"]
         assert [finding.status for finding in reader.validations()[0].findings if finding.status == "FAIL"] == []
         assert len(reader.environments()) == 6
+        ((place, lines),) = reader.passes().items()
+        logged = list(lines)
+        assert place == (0, "rollout-0") and {line.step for line in logged} == {0, 1}
+        assert (sum(line.pages for line in logged) == 0) == (mode == "native")
         kinds = [event.kind for event in reader.events()]
         assert kinds.count("worker_started") == 2 and kinds.count("weights_loaded") == 3
         memory = next(event for event in reader.events() if event.kind == "memory")

@@ -21,6 +21,7 @@ from rl_engine.records.codec import canonical_digest, encode
 from rl_engine.records.environment import collect_environment
 from rl_engine.records.statistics import summarise
 from rl_engine.records.types import (
+    PassRecord,
     RetainedSets,
     RouteRecord,
     SampleBatch,
@@ -132,6 +133,7 @@ def make_run(run_dir: Path, mode: str = "consistency", killed_after: int = 0, **
     workers = (("driver", "driver"), ("train", "trainer"), ("rollout", "engine0"))
     _environments(writer, plan, "start", workers, source)
     writer.state("running")
+    first = 0
     for version in range(plan.rollouts + 1):
         weight = np.arange(6, dtype=np.float32) + version
         digest = writer.weights(version, {"layer.weight": tensor_digest("layer.weight", weight)})
@@ -141,18 +143,39 @@ def make_run(run_dir: Path, mode: str = "consistency", killed_after: int = 0, **
         if version < plan.rollouts:
             batch = make_batch(version, mode)
             writer.samples(version, batch)
+            _passes(writer, version, batch, first)
+            first += 5
             if version + 1 in (killed_after, plan.rollouts):
                 _routes(writer, plan, workers)
             writer.step(make_step(version, batch))
             writer.log(f"step {version} done")
             if version + 1 == killed_after:
                 writer.close()
-                writer = RunWriter.take_over(run_dir)
+                writer, first = RunWriter.take_over(run_dir), 0
                 _environments(writer, plan, "start", workers, source)
                 writer.state("running")
     _environments(writer, plan, "end", workers, source)
     writer.state("finished")
     return run_dir
+
+
+def _passes(writer: RunWriter, step: int, batch: SampleBatch, first: int) -> None:
+    """All prompts in one pass, the last sample back in the queue and in again, then a token each to the end."""
+    a, b, c, d = ((sample.prompt_index, sample.sample_index) for sample in batch.samples)
+
+    def line(at: int, samples: int, tokens: int, **changes: object) -> PassRecord:
+        record = PassRecord(step, step, first + at, 1, samples, 0, tokens, 0, 0, 0, (), (), (), 8, 5, "eager")
+        return dataclasses.replace(record, **changes)  # type: ignore[arg-type]
+
+    writer.passes(
+        "engine0",
+        [
+            line(0, 4, 10, prefill=10, shared=2, admitted=(a, b, c, d), finished=(c,)),
+            line(1, 2, 2, waiting=1, discarded=2, preempted=(d,)),
+            line(2, 3, 5, prefill=3, admitted=(d,), finished=(a,)),
+            line(3, 2, 2, passes=2, finished=(b, d)),
+        ],
+    )
 
 
 def _routes(writer: RunWriter, plan: Plan, workers: tuple[tuple[str, str], ...]) -> None:

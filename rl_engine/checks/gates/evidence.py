@@ -32,7 +32,11 @@ NOT_JUDGED = "not judged"
 
 @dataclasses.dataclass(frozen=True)
 class StepFacts:
-    """What one pass over a step's samples showed; a problem is the first one's description, empty for none."""
+    """What one pass over a step's samples showed; a problem is the first one's description, empty for none.
+
+    ``drawn`` has for every engine the tokens that it had to compute, all but the last of each of its samples, and
+    those samples as (prompt, sample).
+    """
 
     step: int
     samples: tuple[SampleRecord, ...]
@@ -42,6 +46,7 @@ class StepFacts:
     finite_problem: str
     retained_problem: str
     prompt_problem: str
+    drawn: dict[str, tuple[int, list[tuple[int, int]]]]
 
 
 class RunEvidence:
@@ -171,7 +176,16 @@ def _step_facts(step: int, batch: SampleBatch, needs_sets: bool) -> StepFacts:
         finite_problem=_finite_problem(step, batch),
         retained_problem=_retained_problem(step, batch, needs_sets),
         prompt_problem=_prompt_problem(step, batch),
+        drawn=_drawn(batch),
     )
+
+
+def _drawn(batch: SampleBatch) -> dict[str, tuple[int, list[tuple[int, int]]]]:
+    found: dict[str, tuple[int, list[tuple[int, int]]]] = {}
+    for length, sample in zip(np.diff(batch.offsets).tolist(), batch.samples, strict=True):
+        tokens, identities = found.get(sample.engine, (0, []))
+        found[sample.engine] = tokens + length - 1, [*identities, (sample.prompt_index, sample.sample_index)]
+    return found
 
 
 def locate(batch: SampleBatch, position: int) -> str:

@@ -19,6 +19,7 @@ def _records(evidence: RunEvidence) -> Verdict:
         len(evidence.environments),
         len(evidence.facts),
         len(evidence.reader.validations()),
+        sum(1 for lines in evidence.reader.passes().values() for _ in lines),
     )
     assert evidence.plan and evidence.plan_digest
     return True, f"{len(files)} files, {sum(counts)} records", ""

@@ -166,11 +166,20 @@ def qk_norm(body: dict[str, Any]) -> dict[str, Any]:
     return {**body["routes"][0], "operator": "qk_norm"}
 
 
+def line_of(number: int, **changes: object) -> Break:
+    """Another line in the scheduler's log."""
+    return edit_lines(PASSES, lambda rows: rows[number].update(changes))
+
+
+def copied(name: str) -> Break:
+    return lambda run: shutil.copy(run / PASSES, run / "passes" / name) and None
+
+
 def first_route(change: Callable[[dict[str, Any]], None]) -> Break:
     return edit_json("routes/trainer-0.json", lambda body: change(body["routes"][0]))
 
 
-TRAINER, ENGINE = "routes/trainer-0.json", "routes/engine0-0.json"
+TRAINER, ENGINE, PASSES = "routes/trainer-0.json", "routes/engine0-0.json", "passes/engine0.jsonl"
 BREAKS: list[tuple[str, str, Break]] = [
     ("records", "damaged tensors", lambda run: (run / "samples/step-00000.safetensors").write_bytes(b"\xff" * 64)),
     ("records", "missing identities", lambda run: (run / "samples/step-00000.jsonl").unlink()),
@@ -178,6 +187,8 @@ BREAKS: list[tuple[str, str, Break]] = [
     ("records", "weights digest", edit_json("weights/1.json", lambda body: body["tensors"].update(x="0"))),
     ("records", "a link", lambda run: (run / "extra").symlink_to("/etc/passwd")),
     ("records", "torn line", lambda run: (run / "steps.jsonl").write_text((run / "steps.jsonl").read_text()[:-9])),
+    ("records", "torn passes", lambda run: (run / PASSES).write_text((run / PASSES).read_text()[:-9])),
+    ("records", "passes of nobody", copied("engine0.json")),
     ("plan", "worker of another plan", edit_json(TRAINER, lambda body: body.update(plan_digest="0" * 64))),
     ("state", "still running", edit_lines("state.jsonl", lambda rows: rows.pop())),
     ("state", "failed", edit_lines("state.jsonl", lambda rows: rows[2].update(name="failed"))),
@@ -241,6 +252,20 @@ BREAKS: list[tuple[str, str, Break]] = [
     ("qualification", "none", lambda run: [set_environment(r, no_qualification)(run) for r in ROLES] and None),
     ("threads", "unequal", set_environment("rollout", lambda b: b["threads"].update(intra_op=2))),
     ("threads", "planned", edit_plan(lambda body: body.update(threads=2))),
+    ("passes", "none", lambda run: (run / PASSES).unlink()),
+    ("passes", "a pass fewer", line_of(3, passes=1)),
+    ("passes", "a pass twice", edit_lines(PASSES, lambda rows: rows.insert(1, rows[1]))),
+    ("passes", "a pass missing", edit_lines(PASSES, lambda rows: rows.pop())),
+    ("passes", "more shared", line_of(0, shared=3)),
+    ("passes", "nothing discarded", line_of(1, discarded=0)),
+    ("passes", "of another step", line_of(3, step=1)),
+    ("passes", "another sample finished", line_of(0, finished=[[1, 1]])),
+    ("passes", "finished twice", line_of(2, finished=[[0, 0], [1, 0]])),
+    ("passes", "below nothing", line_of(0, waiting=-1)),
+    ("passes", "more pages than there are", line_of(0, pages_held=9)),
+    ("passes", "from a graph", line_of(3, execution="graph")),
+    ("passes", "of a stranger", copied("engine7.jsonl")),
+    ("passes", "of no attempt", copied("engine0.attempt-1.jsonl")),
     ("weight_versions", "sample", edit_batch(with_sample(weight_version=0), follow=True)),
     ("weight_versions", "step", edit_lines("steps.jsonl", lambda rows: rows[1].update(weight_version=0))),
     ("replicas", "other bits", edit_lines("events.jsonl", lambda rows: rows[1]["fields"].update(digest="0" * 64))),
@@ -307,6 +332,15 @@ def test_every_gate_is_broken_somewhere() -> None:
     assert {gate for gate, _, _ in BREAKS} | {"evidence"} == {gate.name for gate in GATES}
 
 
+def test_a_run_of_earlier_code_has_no_passes(good: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run-1"
+    shutil.copytree(good, run)
+    shutil.rmtree(run / "passes")
+    findings = {finding.name: finding for finding in run_validation(run)}
+    assert findings["passes"].status == "PASS" and "none logged" in findings["passes"].found
+    assert failures(run) == []
+
+
 def test_dirty_sources_downgrade_without_failing(good: Path, tmp_path: Path) -> None:
     run = tmp_path / "run-1"
     shutil.copytree(good, run)
@@ -353,6 +387,9 @@ def test_a_resumed_run_passes_and_needs_the_counts_of_every_attempt(tmp_path: Pa
         (broken / name).unlink()
         (finding,) = failures(broken)
         assert finding.name == "workers" and "which finished 1 steps" in finding.found
+    (run / "passes/engine0.attempt-1.jsonl").unlink()
+    (finding,) = failures(run)
+    assert finding.name == "passes" and "step 1 of engine engine0: 0 samples finished" in finding.found
 
 
 def test_an_attempt_without_a_step_needs_no_counts(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ import dataclasses, sys
 from pathlib import Path
 from rl_engine.records.checkpoints import write_checkpoint
 from rl_engine.records.codec import canonical_digest
+from rl_engine.records.types import PassRecord
 from rl_engine.records.writer import RunWriter
 from tests.helpers.synthetic_run import make_batch, make_step
 run = Path(sys.argv[1])
@@ -39,6 +40,7 @@ while True:
     step = writer.next_step
     batch = make_batch(step)
     writer.event("started", step=step)
+    writer.passes("engine", [PassRecord(step, step, 0, 1, 4, 0, 4, 0, 0, 0, (), (), (), 8, 5, "eager")])
     writer.samples(step, batch)
     writer.weights(step, {"w": f"{step:064x}"})
     writer.step(make_step(step, batch))
@@ -75,6 +77,8 @@ def test_kills_lose_no_finished_step(tmp_path: Path) -> None:
         writer = RunWriter.open(run)
         reader = RunReader(run)
         assert writer.next_step == len(reader.steps()) >= finished + 1, attempt
+        logged = {line.step for lines in reader.passes().values() for line in lines}
+        assert logged >= {step.step for step in reader.steps()}
         for step in reader.steps()[-3:]:
             assert len(reader.samples(step.step).samples) == 4
         folder, manifest, passed_over = latest_checkpoint(run, canonical_digest({"mode": "native"}))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from rl_engine.records import paths
 from rl_engine.records.codec import RecordError, canonical_digest, decode, encode, parse_json
 from rl_engine.records.errors import UserError
 from rl_engine.records.pair import pair_record, read_pair, write_pair
@@ -111,6 +112,33 @@ def test_open_removes_a_torn_line(tmp_path: Path, cut: int) -> None:
     writer = RunWriter.open(run)
     assert writer.next_step == 1
     assert RunReader(run).events()[-1].kind == "torn_line_removed"
+
+
+def test_open_removes_a_torn_line_of_a_log_of_passes(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    path, name = run / "passes/engine0.jsonl", (0, "engine0")
+    whole = list(RunReader(run).passes()[name])
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(RecordError, match=r"passes/engine0\.jsonl: a last line without its end"):
+        list(RunReader(run).passes()[name])
+    RunWriter.open(run)
+    assert list(RunReader(run).passes()[name]) == whole[:-1]
+    assert RunReader(run).events()[-1].fields["file"] == "passes/engine0.jsonl"
+
+
+def test_passes_are_read_in_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run")
+    path = run / "passes/engine0.jsonl"
+    monkeypatch.setattr(paths, "LINE_LIMIT", 100)
+    with pytest.raises(RecordError, match="a line above 100 bytes"):
+        next(RunReader(run).passes()[0, "engine0"])
+    monkeypatch.setattr(paths, "TENSOR_LIMIT", path.stat().st_size - 1)
+    with pytest.raises(RecordError, match="expected at most"):
+        next(RunReader(run).passes()[0, "engine0"])
+    path.rename(run / "elsewhere")
+    path.symlink_to(run / "elsewhere")
+    with pytest.raises(RecordError, match=r"passes/engine0\.jsonl"):
+        next(RunReader(run).passes()[0, "engine0"])
 
 
 def test_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

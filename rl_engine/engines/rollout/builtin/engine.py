@@ -22,6 +22,7 @@ from torch import Tensor
 from rl_engine.engines.rollout.builtin.graphs import DecodeGraphs, GraphDevice, captured_sizes, one_temperature
 from rl_engine.engines.rollout.builtin.log import Added, Cancelled, Entry, Loading, Pass, ReplayMismatch, SchedulerLog
 from rl_engine.engines.rollout.builtin.memory import DenseMemory, Memory, PagedMemory
+from rl_engine.engines.rollout.builtin.passes import PassLog
 from rl_engine.engines.rollout.builtin.scheduler import Scheduler
 from rl_engine.engines.rollout.builtin.sequence import Job, Output, RolloutSettings, Sequence
 from rl_engine.engines.snapshot import load_snapshots
@@ -75,6 +76,7 @@ class RolloutEngine:
         name: engine's name in the evidence.
         decode: text of token ids; needed for stop strings.
         mesh: the ranks that compute together; one by default.
+        passes: collects the passes as evidence, where somebody takes them.
         graph_device: captures decode passes of the settings' ``graph_sizes``; the GPU where one rank has weights and
             providers there, otherwise none: every pass is launched then.
     """
@@ -88,6 +90,7 @@ class RolloutEngine:
         name: str = "rollout-0",
         decode: Decode | None = None,
         mesh: Mesh | None = None,
+        passes: PassLog | None = None,
         graph_device: GraphDevice | None = None,
     ) -> None:
         self.weights, self.ops, self.settings, self.name, self.decode = weights, operators, settings, name, decode
@@ -96,7 +99,7 @@ class RolloutEngine:
         self.version = 0
         self.generated_tokens = 0
         self.statistics = Statistics()
-        self.log = SchedulerLog(settings.log_entries)
+        self.log, self.passes = SchedulerLog(settings.log_entries), passes
         sizes = captured_sizes(settings.graph_sizes, settings.max_batch)
         graph_device = (graph_device or _gpu(operators, weights.device, mesh)) if sizes else None
         self.memory = self._new_memory(graph_device is not None)
@@ -314,6 +317,9 @@ class RolloutEngine:
         try:
             with torch.no_grad():
                 work, entry = self._decide(begun_only)
+                if self.passes is not None:
+                    self.passes.decided(work, entry, self.scheduler.waiting, self.memory, self.version)
+                replayed = self.statistics.replayed
                 ready = self._decode_by_graph(work)
                 if ready is None:
                     ready, hidden = self._compute(work)
@@ -323,7 +329,9 @@ class RolloutEngine:
             # Announced pages may hold nothing: what is in flight cannot be trusted.
             self._abandon()
             raise
-        self.log.append(dataclasses.replace(entry, finished=tuple(finished)))
+        self.log.append(dataclasses.replace(entry, finished=tuple(sequence.number for sequence in finished)))
+        if self.passes is not None:
+            self.passes.computed(finished, self.statistics.replayed > replayed)
         self.statistics.passes += 1
 
     def _decide(self, begun_only: bool) -> tuple[list[tuple[Sequence, int]], Pass]:
@@ -405,8 +413,8 @@ class RolloutEngine:
                 sequence.retained.append(pack_retained(bits[row], vocabulary))
         self.generated_tokens += len(ready)
 
-    def _retire(self, ready: list[Sequence]) -> list[int]:
-        """Hands out what is done; the numbers."""
+    def _retire(self, ready: list[Sequence]) -> list[Sequence]:
+        """Hands out what is done."""
         ended = [(s, reason) for s in ready if (reason := self._end(s)) is not None]
         for sequence, reason in ended:
             self.scheduler.remove(sequence)
@@ -417,7 +425,7 @@ class RolloutEngine:
             totals.restarts += sequence.restarted
             totals.shared_tokens += sequence.shared_tokens
             totals.worst_wait = max(totals.worst_wait, sequence.waited)
-        return [sequence.number for sequence, _ in ended]
+        return [sequence for sequence, _ in ended]
 
     def _end(self, sequence: Sequence) -> str | None:
         """``stop``, ``length``, or None while there is more to draw."""

@@ -20,6 +20,11 @@ class Memory(Protocol):
     """Room for keys. A sample joins, asks for room before every pass, and leaves; leaving forgets its keys."""
 
     cache: Any
+    shared: int  # tokens that :meth:`match` took over so far
+
+    @property
+    def pages(self) -> int:
+        """Pages that samples can have; 0 where there are none."""
 
     def missing(self, sequence: Sequence) -> int:
         """Available pages that a sample from the queue needs for all its known tokens; shared ones cost nothing."""
@@ -79,6 +84,7 @@ class PagedMemory:
         self.page = cache.page
         self.tables: dict[int, list[int]] = {}
         self.late = late
+        self.shared = 0
         self._later: list[tuple[int, bytes]] = []
         self.scratch: int | None = None
         if scratch:
@@ -143,6 +149,7 @@ class PagedMemory:
             table.append(found)
             sequence.computed += page
             sequence.shared_tokens += page
+            self.shared += page
 
     def extend(self, sequence: Sequence, count: int) -> bool:
         table = self.tables[sequence.number]
@@ -193,6 +200,8 @@ class PagedMemory:
 class DenseMemory:
     """Native mode: one dense row per sample. There are no pages, so nothing is shared and nothing is preempted; the
     number of rows is what bounds the memory."""
+
+    pages = shared = 0
 
     def __init__(self, cache: DenseCache) -> None:
         self.cache = cache
