@@ -7,18 +7,17 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from rl_engine.checks.doctor_ask import judged, passed, run_child
+from rl_engine.checks.doctor_ask import judged, passed
 from rl_engine.checks.finding import Finding
-from rl_engine.config.host import gpu_count, usable_cores
+from rl_engine.config.child import run_child
+from rl_engine.config.host import HOPPER, SMI_SECONDS, first_gpu, gpu_count, usable_cores
 from rl_engine.config.memory import rollout_memory, train_memory
 from rl_engine.config.paths import PLACEHOLDER
 from rl_engine.config.resolve import ResolvedPlan
 
-SMI_SECONDS = 20.0
 SHARED_MEMORY = Path("/dev/shm")
 GIB = 2**30
 BUSY_BYTES = 2 * GIB
-HOPPER = "9.0"  # what the contract cuda-sm90 is proven on
 CONTEXT_BYTES = GIB // 2  # of a GPU, what CUDA and its libraries take in every process
 _QUERY = "index,name,memory.total,memory.used,utilization.gpu,driver_version"
 
@@ -79,21 +78,17 @@ def shared_gpu(resolved: ResolvedPlan) -> Iterator[Finding]:
     plan = resolved.plan
     if (plan.backend, plan.stack) != ("cuda", "builtin") or plan.model is None:
         return
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or "0"
-    query = ["nvidia-smi", "-i", first, "--query-gpu=memory.total,compute_cap,name", "--format=csv,noheader,nounits"]
-    out, error = run_child(query, SMI_SECONDS)
-    size, capability, name = (*(cell.strip() for cell in out.partition("\n")[0].split(",", 2)), "", "", "")[:3]
-    found = error or f"{name}, compute capability {capability}"
-    yield judged("gpu kind", capability == HOPPER, found, f"compute capability {HOPPER} (Hopper)", "--backend cpu")
-    total = _number(size) * 2**20
+    gpu = first_gpu()
+    found = gpu.error or f"{gpu.name}, compute capability {gpu.capability}"
+    yield judged("gpu kind", gpu.capability == HOPPER, found, f"compute capability {HOPPER} (Hopper)", "--backend cpu")
     shape, gpus = plan.topology, max(1, gpu_count())
     train, rollout = shape.train_tp * shape.train_cp, shape.rollout_engines * shape.rollout_tp * shape.rollout_cp
     needs = -(-train // gpus) * (train_memory(plan).total + CONTEXT_BYTES)
     needs += -(-rollout // gpus) * (rollout_memory(plan, None).total + CONTEXT_BYTES)
     yield judged(
         "gpu memory",
-        not error and total >= needs,
-        error or f"{total / GIB:.1f} GiB",
+        not gpu.error and gpu.memory >= needs,
+        gpu.error or f"{gpu.memory / GIB:.1f} GiB",
         f"{needs / GIB:.1f} GiB for its share of trainer and rollout ranks",
         "lower --max-tokens-per-gpu, --rollout-batch-size or --max-response-len, or use a smaller model",
     )

@@ -5,9 +5,16 @@ from __future__ import annotations
 import dataclasses
 import glob
 import importlib.util
+import itertools
 import os
 import shutil
 from pathlib import Path
+
+from rl_engine.config.child import run_child
+
+SMI_SECONDS = 20.0
+HOPPER = "9.0"  # what the contract cuda-sm90 is proven on
+DEMO_BYTES = 8 * 2**30  # of a GPU: what both engines of the one-GPU demo take, rounded up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +26,8 @@ class HostFacts:
         gpu_kind: ``cuda``, ``rocm`` or None.
         chain: True when the C chain kernel can be built here.
         gpus: GPUs that this process may use.
+        refused: why the built-in engines would refuse the GPU; empty where they take it, where there is none, and where
+            nobody asked.
         dirty: why these sources are no formal evidence; empty where they are a clean checkout.
     """
 
@@ -27,6 +36,20 @@ class HostFacts:
     chain: bool
     dirty: str = ""
     gpus: int = 0
+    refused: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """The NVIDIA GPU that a process takes first, by nvidia-smi's word; ``error`` says why it has none.
+
+    ``memory`` in bytes, 0 where the device does not tell; ``capability`` as ``9.0``.
+    """
+
+    name: str = ""
+    capability: str = ""
+    memory: int = 0
+    error: str = ""
 
 
 def usable_cores() -> int:
@@ -55,7 +78,40 @@ def gpu_count() -> int:
     """NVIDIA GPUs whose device files exist, of those that CUDA_VISIBLE_DEVICES leaves."""
     found = len(glob.glob("/dev/nvidia[0-9]*"))
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return found if named is None else min(found, len([name for name in named.split(",") if name.strip()]))
+    if named is None:
+        return found
+    return min(found, len(list(itertools.takewhile(lambda name: name.strip() not in ("", "-1"), named.split(",")))))
+
+
+def first_gpu() -> Gpu:
+    """Kind and memory of the first of those that CUDA_VISIBLE_DEVICES leaves."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or "0"
+    query = ["nvidia-smi", "-i", first, "--query-gpu=memory.total,compute_cap,name", "--format=csv,noheader,nounits"]
+    out, error = run_child(query, SMI_SECONDS)
+    size, capability, name = (*(cell.strip() for cell in out.partition("\n")[0].split(",", 2)), "", "", "")[:3]
+    try:
+        memory = int(float(size) * 2**20)
+    except (ValueError, OverflowError):
+        memory = 0  # "[N/A]" on devices that do not tell
+    return Gpu(name, capability, memory, error)
+
+
+def refused_gpu(kind: str | None) -> str:
+    """Why the built-in engines would refuse the GPU of this machine, or its one-GPU demo would not fit; else empty."""
+    if kind is None:
+        return ""
+    if kind != "cuda":
+        return "the built-in engines do not run on an AMD GPU"
+    if gpu_count() == 0:
+        return "CUDA_VISIBLE_DEVICES leaves no GPU"
+    gpu = first_gpu()
+    if gpu.error:
+        return f"nvidia-smi says nothing of the GPU ({gpu.error})"
+    if gpu.capability != HOPPER:
+        return f"{gpu.name} has compute capability {gpu.capability}, the GPU operators are proven on {HOPPER} (Hopper)"
+    if gpu.memory < DEMO_BYTES:
+        return f"{gpu.name} has {gpu.memory / 2**30:.1f} GiB, the GPU's demo takes {DEMO_BYTES / 2**30:g}"
+    return ""
 
 
 def has_c_compiler() -> bool:
@@ -80,6 +136,8 @@ def dirty_sources() -> str:
     return "this checkout has uncommitted changes" if source.dirty else ""
 
 
-def this_host() -> HostFacts:
-    """Facts of this machine."""
-    return HostFacts(usable_cores(), gpu_kind(), has_c_compiler(), dirty_sources(), gpu_count())
+def this_host(ask_gpu: bool = False) -> HostFacts:
+    """Facts of this machine; with ``ask_gpu`` also whether its GPU would be refused, which takes a moment."""
+    kind = gpu_kind()
+    refused = refused_gpu(kind) if ask_gpu else ""
+    return HostFacts(usable_cores(), kind, has_c_compiler(), dirty_sources(), gpu_count(), refused)

@@ -150,9 +150,17 @@ class LoadedProfile:
 
 
 def choose_profile(
-    flag: str | None, env: Mapping[str, str], cwd: Path, host: HostFacts, workspace: bool
+    flag: str | None,
+    env: Mapping[str, str],
+    cwd: Path,
+    host: HostFacts,
+    workspace: bool,
+    backend: str | None = None,
 ) -> LoadedProfile:
     """The profile of a command: flag, RLK_REPRO_PROFILE, ``.rlk-profile.json``, then a bundled one.
+
+    On a machine with a GPU the bundled demo is that of the ``backend`` asked for; of neither, the CPU's where the GPU
+    would be refused.
 
     Raises:
         UserError: no such file, not JSON, or a profile that breaks the schema.
@@ -171,10 +179,15 @@ def choose_profile(
             host.gpu_kind,
             f"bundled reference profile: a workspace is given and this machine has a {host.gpu_kind} device",
         )
-    elif host.gpu_kind is not None:
-        name, why = "demo-gpu", "bundled demo profile: this machine has a GPU"
-    else:
+    elif host.gpu_kind is None:
         name, why = "demo-cpu", "bundled demo profile: this machine has no GPU"
+    elif backend == "cpu":
+        name, why = "demo-cpu", "bundled demo profile: --backend cpu"
+    elif backend is None and host.refused:
+        asked = f"--backend {host.gpu_kind} asks for the GPU all the same"
+        name, why = "demo-cpu", f"bundled demo profile of a CPU: {host.refused}; {asked}"
+    else:
+        name, why = "demo-gpu", "bundled demo profile: this machine has a GPU"
     file = REPOSITORY / BUNDLED[name]
     return LoadedProfile(read_profile(file), file, why)
 

@@ -122,10 +122,18 @@ def _kind(schema: dict[str, object]) -> str:
     return {"string": "text", "integer": "whole number", "array": "list", "boolean": "true or false"}.get(kind, kind)
 
 
+_CHOSEN = {
+    "cuda": "a workspace is given, the machine has an NVIDIA GPU",
+    "rocm": "a workspace is given, the machine has an AMD GPU",
+    "demo-gpu": "a GPU that the built-in engines take, or one that `--backend` asks for",
+    "demo-cpu": "no GPU, one that would be refused, or `--backend cpu`",
+}
+
+
 def _profile() -> str:
     rows = _keys("", Profile) + _keys("requirements.", Requirements) + _keys("model.", Model)
     rows += _keys("repositories.<name>.", Repository)
-    files = "\n".join(f"- `{file}`" for file in BUNDLED.values())
+    files = "\n".join(f"- `{file}`: {_CHOSEN[name]}" for name, file in BUNDLED.items())
     return (
         f"## Profile\n\nJSON, `schema_version` `{SCHEMA}`. Looked up as `--profile`, `RLK_REPRO_PROFILE`, "
         f"`{LOCAL_PROFILE}` (working directory, then repository), then a bundled one:\n\n"

@@ -88,7 +88,9 @@ def resolve(request: Request) -> list[ResolvedPlan]:
         UserError: any value, combination or profile that cannot be run as asked.
     """
     workspace_given = bool(request.path_flags.get("workspace") or request.env.get("RLK_REPRO_WORKSPACE"))
-    loaded = choose_profile(request.profile, request.env, request.cwd, request.host, workspace_given)
+    backend = request.flags.get("backend")
+    asked = backend if isinstance(backend, str) else None
+    loaded = choose_profile(request.profile, request.env, request.cwd, request.host, workspace_given, asked)
     resolver = _Resolver(request, loaded)
     mode = str(resolver.get("mode").value)
     if mode != "paired":

@@ -71,13 +71,15 @@ def _room(module: str, what: str) -> object:
     return importlib.import_module(module)
 
 
-def _request(args: argparse.Namespace) -> object:
+def _request(args: argparse.Namespace, *, paths_only: bool = False) -> object:
+    """``paths_only``: nobody asks what the profile by default is, or whether this GPU would be refused."""
     import datetime
 
     from rl_engine.config.host import this_host
     from rl_engine.config.resolve import Request
 
     given = {name: value for name, value in vars(args).items() if value is not None}
+    named = "profile" in given or os.environ.get("RLK_REPRO_PROFILE") or "option_backend" in given
     return Request(
         verb=args.verb,
         flags={name[len("option_") :]: value for name, value in given.items() if name.startswith("option_")},
@@ -85,7 +87,7 @@ def _request(args: argparse.Namespace) -> object:
         profile=getattr(args, "profile", None),
         env=dict(os.environ),
         cwd=Path.cwd(),
-        host=this_host(),
+        host=this_host(ask_gpu=not (named or paths_only)),
         now=datetime.datetime.now(datetime.UTC),
         detach=bool(getattr(args, "detach", False)),
         spelled={name[len("option_") :]: flag for name, flag in getattr(args, "spelled", {}).items()},
@@ -147,7 +149,7 @@ def _resume(args: argparse.Namespace) -> int:
 def _output_root(args: argparse.Namespace) -> Path:
     from rl_engine.config.resolve import output_root
 
-    return output_root(_request(args))
+    return output_root(_request(args, paths_only=True))
 
 
 def _execute(args: argparse.Namespace, *, dry_run: bool, detach: bool) -> int:
@@ -165,13 +167,16 @@ def _execute(args: argparse.Namespace, *, dry_run: bool, detach: bool) -> int:
     _talk(profile_line(resolved[0]))
     refuse_unbuilt(resolved)
     directory = wants_demo_model(resolved[0])
-    if directory is not None:
+    if directory is None:
+        check_inputs(resolved)
+        _check_machine(resolved[0])
+    else:
         from rl_engine.data.demo_model import ensure
 
+        _check_machine(resolved[0])  # before anything is fetched for it
         ensure(directory, _talk)
         resolved = resolve(request)  # the shape now comes from the checkpoint itself
-    check_inputs(resolved)
-    _check_machine(resolved[0])
+        check_inputs(resolved)
     plans = [item.plan for item in resolved]
     if detach:
         return _room("rl_engine.orchestrators.detached", "run --detach").start(plans, json_output=args.json)

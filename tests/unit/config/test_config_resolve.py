@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl_engine.config.codec import plan_digest, plan_from_json, plan_to_json
+from rl_engine.config.document import plan_document, profile_line
 from rl_engine.config.host import HostFacts, has_c_compiler
 from rl_engine.config.model_facts import pad_vocab
 from rl_engine.config.options import OPERATORS
@@ -112,6 +113,38 @@ def test_profile_lookup_order(plan_for, tmp_path):
     assert plan_for()[0].plan.profile == ".rlk-profile.json"
     assert plan_for(env={"RLK_REPRO_PROFILE": str(variable)})[0].plan.profile == "variable"
     assert plan_for(profile=flag, env={"RLK_REPRO_PROFILE": str(variable)})[0].plan.profile == "flag"
+
+
+A100 = HostFacts(8, "cuda", True, gpus=1, refused="NVIDIA A100 has compute capability 8.0")
+
+
+def test_a_gpu_that_would_be_refused_is_not_the_default(plan_for, tmp_path):
+    """The CPU's demo, with one line that says why and how to ask; a GPU asked for by flag or profile stays."""
+    native, consistency = plan_for(host=A100)
+    assert (native.plan.profile, native.plan.backend) == ("cpu-smollm2", "cpu")
+    assert dict(consistency.plan.providers.rollout)["linear"] == "cpu"
+    line = profile_line(native)
+    assert "A100 has compute capability 8.0; --backend cuda asks for the GPU all the same" in line and "\n" not in line
+    assert plan_document([native])["profile"]["why"] in line
+    assert value_of(native, "backend").source == "profile"
+    for asked in (
+        plan_for(host=A100, backend="cuda"),
+        plan_for(host=A100, profile=REPOSITORY / "configs/demo/one-gpu.json"),
+        plan_for(host=dataclasses.replace(A100, refused="")),
+    ):
+        assert (asked[0].plan.profile, asked[0].plan.backend) == ("one-gpu-smollm2", "cuda")
+    amd = HostFacts(8, "rocm", True, refused="AMD")
+    assert plan_for(host=amd)[0].plan.backend == "cpu"
+    assert plan_for(host=amd, backend="rocm")[0].plan.profile == "one-gpu-smollm2"
+    workspace = {"workspace": str(tmp_path / "ws"), "model_root": "/models/Qwen3-8B"}
+    assert plan_for(host=A100, paths=workspace, mode="consistency")[0].plan.stack == "vime"
+
+
+def test_the_demo_of_the_backend_asked_for(plan_for):
+    """What hints send to: the CPU's demo, whose samples a CPU can compute."""
+    hopper = HostFacts(8, "cuda", True, gpus=1)
+    item = plan_for(host=hopper, backend="cpu")[0]
+    assert item.plan.profile == "cpu-smollm2" and item.profile.why == "bundled demo profile: --backend cpu"
 
 
 def test_tp_flag_discards_the_profiles_cp(plan_for):

@@ -17,11 +17,15 @@ from pathlib import Path
 import pytest
 
 from rl_engine.checks import doctor, doctor_inputs, doctor_machine, doctor_software
-from rl_engine.checks.doctor_ask import Answer, ask, run_child, version_at_least, version_matches
+from rl_engine.checks.doctor_ask import Answer, ask, version_at_least, version_matches
+from rl_engine.config import host
+from rl_engine.config.child import run_child
+from rl_engine.config.memory import rollout_memory, train_memory
 from rl_engine.config.paths import REPOSITORY
 from rl_engine.entrypoints.parser import parse
 from rl_engine.entrypoints.repro import _resolve, main
 
+ONE_GPU = REPOSITORY / "configs/demo/one-gpu.json"
 CUDA = REPOSITORY / "configs/integrations/orchestrators/vime/dense/qwen3-8b-tp4-cp2.json"
 
 CONFIG = {
@@ -261,6 +265,44 @@ def test_memory_of_the_gpu_that_both_engines_share(tmp_path, monkeypatch):
     assert {(status, found) for _, status, found in judged("echo 'NVIDIA-SMI has failed' >&2; exit 9")} == {
         ("FAIL", "NVIDIA-SMI has failed")
     }
+
+
+def test_which_gpu_is_refused_by_default(tmp_path, monkeypatch):
+    """Each as ``run --backend cuda`` would refuse it; the demo fits where the default says that it does."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(host, "gpu_count", lambda: 1)
+    for cells, words in (
+        ("81559, 9.0, NVIDIA H100", ""),
+        ("81559, 8.0, NVIDIA A100", "NVIDIA A100 has compute capability 8.0, the GPU operators are proven on 9.0"),
+        ("4096, 9.0, NVIDIA H100 MIG", "has 4.0 GiB, the GPU's demo takes 8"),
+        ("[N/A], 9.0, NVIDIA H100", "has 0.0 GiB"),
+    ):
+        script(tmp_path, "nvidia-smi", f'echo "{cells}"')
+        found = host.refused_gpu("cuda")
+        assert words in found and bool(found) == bool(words), cells
+        judged = [f.status for f in doctor_machine.shared_gpu(resolved("--backend", "cuda", "--profile", str(ONE_GPU)))]
+        assert ("FAIL" in judged) == bool(words), cells
+    script(tmp_path, "nvidia-smi", "echo 'NVIDIA-SMI has failed' >&2; exit 9")
+    assert "NVIDIA-SMI has failed" in host.refused_gpu("cuda")
+    monkeypatch.setattr(host, "gpu_count", lambda: 0)
+    assert host.refused_gpu("cuda") == "CUDA_VISIBLE_DEVICES leaves no GPU"
+    assert "AMD" in host.refused_gpu("rocm") and host.refused_gpu(None) == ""
+
+
+def test_the_demo_takes_what_the_default_asks_of_a_gpu():
+    arms = _resolve(parse(["plan", "--profile", str(ONE_GPU), "--backend", "cuda"]))
+    needs = max(train_memory(arm.plan).total + rollout_memory(arm.plan, None).total for arm in arms)
+    needs += 2 * doctor_machine.CONTEXT_BYTES
+    assert 0.8 * host.DEMO_BYTES < needs <= host.DEMO_BYTES
+
+
+def test_hidden_gpus_do_not_count(monkeypatch):
+    monkeypatch.setattr(host.glob, "glob", lambda pattern: ["/dev/nvidia0", "/dev/nvidia1"])
+    for visible, count in (("", 0), ("-1", 0), ("0", 1), ("1,-1,0", 1), ("0,1,2", 2), ("GPU-1f", 1)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert host.gpu_count() == count, visible
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert host.gpu_count() == 2
 
 
 def test_amd_gpus_other_than_gfx942_are_a_warning(tmp_path, monkeypatch):

@@ -66,6 +66,26 @@ def test_cuda_runs_plan_and_say_that_the_stack_is_not_built(cuda_host, capsys, l
     assert len(err) == 2  # the profile line and the refusal
 
 
+def test_a_gpu_of_another_kind_does_not_stand_in_the_way(machine, capsys, tmp_path):
+    """Without a flag the CPU's demo, and one line that says why; asked for, the GPU is refused before a download."""
+    script = tmp_path / "nvidia-smi"
+    script.write_text("#!/bin/sh\ncase $1 in -i) echo '40960, 8.0, NVIDIA A100';; *) echo '0, a, 1, 1, 1, 1';; esac\n")
+    script.chmod(0o755)
+    machine.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    machine.setattr("rl_engine.config.host.gpu_kind", lambda: "cuda")
+    machine.setattr("rl_engine.config.host.gpu_count", lambda: 1)
+    plan = planned(capsys, "run --dry-run")
+    assert (plan["profile"], plan["backend"]) == ("cpu-smollm2", "cpu")
+    assert main(["plan"]) == 0
+    assert "NVIDIA A100 has compute capability 8.0" in capsys.readouterr().out.splitlines()[0]
+    for line in (["run", "--backend", "cuda"], ["verify", "--backend", "cuda"]):
+        assert main(line) == 2
+        said = capsys.readouterr().err.splitlines()
+        assert said[-1].startswith("rlk-repro: found gpu kind: NVIDIA A100, compute capability 8.0, expected")
+        assert len(said) == 2 and "this machine has a GPU" in said[0]
+    assert not (tmp_path / ".rlk-workspace").exists()
+
+
 def test_the_default_cuda_command_is_the_reference_experiment(cuda_host, capsys):
     plan = planned(capsys, f"plan --workspace {DATA} --mode consistency")
     assert plan["topology"] == {"train_tp": 4, "train_cp": 2, "rollout_tp": 4, "rollout_cp": 1, "rollout_engines": 2}
