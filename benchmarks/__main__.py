@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 # verb -> (module with main(options) -> Report, help)
 REGISTRY = {
@@ -22,9 +23,14 @@ REGISTRY = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"rlk-repro: found {message}, expected bench NAME [options]; hint: see {self.prog} --help\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """One set of flags for every benchmark."""
-    root = argparse.ArgumentParser(prog="rlk-repro bench", description="Side-by-side benchmarks, JSON results.")
+    root = _Parser(prog="rlk-repro bench", description="Side-by-side benchmarks, JSON results.")
     verbs = root.add_subparsers(dest="name", metavar="NAME", required=True)
     for name, (_, text) in REGISTRY.items():
         child = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")

@@ -78,5 +78,5 @@ def _text(subject: ResolvedPlan, findings: Sequence[Finding], failed: int) -> st
         if finding.status != "PASS" and finding.hint:
             lines.append(f"       hint: {finding.hint}")
     warned = sum(finding.status == "WARN" for finding in findings)
-    lines.append(f"\n{len(findings)} checks: {failed} failed, {warned} warnings")
+    lines.append(f"\n{len(findings)} checks: {failed} failed, {warned} warning{'' if warned == 1 else 's'}")
     return "\n".join(lines) + "\n"

@@ -39,7 +39,7 @@ def _nvidia(resolved: ResolvedPlan) -> Iterator[Finding]:
     out, error = run_child(["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"], SMI_SECONDS)
     if error:
         yield Finding(
-            "gpus", "FAIL", error, f"{needs} GPUs that nvidia-smi shows", "install the driver, or --backend cpu"
+            "gpus", "FAIL", error, f"at least {needs} that nvidia-smi shows", "install the driver, or --backend cpu"
         )
         return
     rows = [

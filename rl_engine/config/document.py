@@ -12,7 +12,11 @@ from rl_engine.config.command import rollout_engine_arguments, submission
 from rl_engine.config.memory import RankMemory, rollout_memory, train_memory
 from rl_engine.config.options import BY_NAME
 from rl_engine.config.paths import PATH_NAMES, PLACEHOLDER, Value
+from rl_engine.config.plan import Plan
+from rl_engine.config.preflight import wants_demo_model
 from rl_engine.config.resolve import ResolvedPlan
+
+MADE = ("workspace", "data_root", "output_root")
 
 
 def plan_document(resolved: Sequence[ResolvedPlan]) -> dict[str, object]:
@@ -69,7 +73,7 @@ def plan_text(resolved: Sequence[ResolvedPlan]) -> str:
     first = resolved[0]
     lines = [profile_line(first), ""]
     lines += ["options", *_table([_option_row(value) for value in first.values if value.name in BY_NAME]), ""]
-    lines += ["paths", *_table([_path_row(value) for value in first.values if value.name in PATH_NAMES]), ""]
+    lines += ["paths", *_table([_path_row(value, first) for value in first.values if value.name in PATH_NAMES]), ""]
     for item in resolved:
         lines += [*_plan_lines(item), ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -79,14 +83,28 @@ def _option_row(value: Value) -> tuple[str, str, str]:
     return BY_NAME[value.name].flag, _shown(value.value), _source(value)
 
 
-def _path_row(value: Value) -> tuple[str, str, str]:
+def _path_row(value: Value, item: ResolvedPlan) -> tuple[str, str, str]:
     flag = "--" + value.name.replace("_", "-")
+    if value.source in ("default", "derived") and value.name in _unused(item.plan):
+        return flag, "not used by this run", _source(value)
     if value.value is None:
         return flag, f"not set ({flag} or RLK_REPRO_{value.name.upper()})", _source(value)
     text = str(value.value)
     if PLACEHOLDER in text:
         return flag, f"edit me: {flag} or RLK_REPRO_{value.name.upper()}", _source(value)
-    return flag, text if os.path.exists(text) else f"{text} (missing, {flag})", _source(value)
+    if os.path.exists(text):
+        return flag, text, _source(value)
+    made = value.name in MADE or (value.name == "model_root" and wants_demo_model(item) is not None)
+    absent = "run makes it" if made and item.plan.stack == "builtin" else f"missing, {flag}"
+    return flag, f"{text} ({absent})", _source(value)
+
+
+def _unused(plan: Plan) -> set[str]:
+    """Paths that the plan's engines and device have no use for."""
+    unused = set() if plan.data.source == "jsonl" else {"prompt_data"}
+    if plan.stack == "builtin":
+        unused |= {"ref_load", "vime_root", "megatron_root", "vllm_root"}
+    return unused | ({"te_root", "cuda_python_site", "cuda_runtime_root"} if plan.backend == "cpu" else set())
 
 
 def _source(value: Value) -> str:

@@ -272,7 +272,9 @@ def native_override(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         operator, _, side = part.partition("@")
         if operator not in OPERATORS:
             raise UserError(
-                f"--native {part}", "one of " + ", ".join(OPERATORS), nearest(operator, OPERATORS, "see plan")
+                f"--native {part}",
+                "one of " + ", ".join(OPERATORS),
+                nearest(operator, OPERATORS, "for example --native attention"),
             )
         if side not in ("", "train", "rollout"):
             raise UserError(f"--native {part}", "@train or @rollout after the operator", f"--native {operator}@train")

@@ -1,9 +1,7 @@
-"""``rlk-repro locate RUN`` and ``locate A B``: the first divergence, down to the operator and element.
+"""The first divergence, down to the operator and element.
 
 Within a run the rollout engine is compared with the trainer, between two runs the same side of both. Step, sample and
 token come from the records; layer, operator and element from computing step 0 again in a fresh process.
-
-Exit codes: 0 nothing differs; 1 something does, and it is said; 2 the user's mistake (one line on stderr).
 """
 
 from __future__ import annotations
@@ -47,25 +45,6 @@ class Token:
     b: str
     differing: int
     compared: int
-
-
-def parser() -> argparse.ArgumentParser:
-    """The verb's parser."""
-
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> Any:
-            raise UserError(message, "locate RUN, or locate A B", "see rlk-repro locate --help")
-
-    out = Parser(
-        prog="rlk-repro locate",
-        description="Find the first divergence: step, sample, token, and by computing step 0 again layer, operator and "
-        "element. One run: rollout against trainer; two: the same side of both. Exit 0: none; 1: found; 2: a mistake.",
-    )
-    out.add_argument("run", metavar="RUN", help="run directory")
-    out.add_argument("other", nargs="?", metavar="OTHER", help="a second run directory")
-    out.add_argument("--records-only", action="store_true", help="do not compute again: step, sample and token only")
-    out.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    return out
 
 
 def first_mismatch(reader: RunReader) -> Token | None:
@@ -141,9 +120,12 @@ def recompute(a: str, b: str, token: Token) -> dict[str, Any]:
         return dict(json.loads(out.read_text()))
 
 
-def run(argv: list[str]) -> int:
-    """Do the work; raises UserError."""
-    options = parser().parse_args(argv)
+def run(options: argparse.Namespace) -> int:
+    """Find it and print it; 0 where nothing differs, 1 where something does.
+
+    Raises:
+        UserError: no run directory, or one that cannot be read or computed again.
+    """
     try:
         first = RunReader(options.run)
         if options.other is None:
@@ -236,16 +218,3 @@ def _repeats(token: Token, deeper: dict[str, Any] | None) -> bool | None:
     place = str(token.position - 1)
     wanted = [int(text, 16) for text in (token.a, token.b)]
     return [deeper[side].get(place) for side in ("a", "b")] == wanted
-
-
-def main(argv: list[str]) -> int:
-    """Entry of the verb; ``argv`` is what follows ``locate``."""
-    try:
-        return run(argv)
-    except UserError as error:
-        print(f"rlk-repro: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

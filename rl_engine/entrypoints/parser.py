@@ -18,9 +18,9 @@ VERBS = {
     "compare": "what is equal in two runs, and what differs first",
     "report": "tables and figures from sealed runs",
     "diagnose": "semantic doctor on logged tokens and logprobs",
-    "locate": "first divergence between two runs",
+    "locate": "first divergence within a run or between two",
     "qualify": "prove and time operator providers on this machine",
-    "bench": "side-by-side benchmarks: ops, rollout, train, e2e",
+    "bench": "side-by-side benchmarks: rollout, train, ops, parallel, e2e, gpu",
     "attach": "follow a detached run",
     "stop": "end a detached run",
 }
@@ -76,7 +76,10 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     from rl_engine.config.options import OPTIONS
 
-    group = parser.add_argument_group("run options (flag > environment > profile > derived > default)")
+    group = parser.add_argument_group(
+        "run options (flag > environment > profile > derived > default)",
+        "In brackets: the default where the profile gives none. `plan` shows the values in force and their sources.",
+    )
     for option in OPTIONS:
         if option.kind == "switch":
             group.add_argument(

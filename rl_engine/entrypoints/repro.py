@@ -11,8 +11,6 @@ import os
 import sys
 from pathlib import Path
 
-HELPED = ("bench", "diagnose", "qualify")  # forwarded verbs whose own parser needs the standard library alone
-
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command line and returns its exit code."""
@@ -21,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
 
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        if argv and argv[0] in FORWARDED and (argv[0] in HELPED or not {"-h", "--help"} & set(argv[1:2])):
+        if argv and argv[0] in FORWARDED:
             return _forward(argv[0], argv[1:])
         args = parse(argv)
         if sys.hexversion < 0x030B0000:
@@ -311,7 +309,7 @@ def _forward(verb: str, rest: list[str]) -> int:
     modules = {
         "qualify": "rl_engine.qualify.cli",
         "diagnose": "rl_engine.diagnose.cli",
-        "locate": "rl_engine.diagnose.locate",
+        "locate": "rl_engine.diagnose.locate_cli",
     }
     return _room(modules[verb], verb).main(rest)
 

@@ -89,7 +89,9 @@ def main(resolved: Sequence[ResolvedPlan], *, matrix: str, json_output: bool, re
     )
     wanted = [_planned(request, plan.run_id, number, layout) for number, layout in enumerate(layouts(matrix), 1)]
     if not any(isinstance(item, ResolvedPlan) for item, _ in wanted):
-        raise next(item for item, _ in wanted if isinstance(item, UserError))
+        first = next(item for item, _ in wanted if isinstance(item, UserError))
+        found = f"--matrix {matrix} without a layout that can run here; the first: {first.found}"
+        raise UserError(found, first.expected, f"a file of layouts: {FORM}")
     root = Path(plan.output_root)
     if matrix_path(root, plan.run_id).exists():
         raise UserError(f"{matrix_path(root, plan.run_id)} already there", "a new matrix", "choose another --run-id")

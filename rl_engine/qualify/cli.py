@@ -72,7 +72,10 @@ def main(argv: list[str] | None = None) -> int:
         library.set_threads(threads)
     try:
         config = read_config(arguments.model_root) if arguments.model_root else parse_config(DEMO_SHAPE)
-    except (UnsupportedModel, OSError) as error:
+    except OSError as error:
+        found = f"{error.filename or arguments.model_root} ({error.strerror or error})"
+        raise UserError(found, "a Llama or Qwen3 checkpoint", "check --model-root") from error
+    except UnsupportedModel as error:
         raise UserError(str(error), "a Llama or Qwen3 checkpoint", "check --model-root") from error
     if name == "gpu":
         return _gpu(config, _sizes(config, arguments.tp or ()), again=arguments.again, as_json=arguments.json)

@@ -74,9 +74,21 @@ def test_plan_prints_every_value_with_its_source(capsys):
         "flag: --steps]",
         "derived: training ranks / TP]",
         "profile: defaults.lr]",
-        "(missing, --model-root)",
+        "SmolLM2-135M-Instruct (run makes it)",
     ):
         assert part in out
+    assert "missing" not in out, "a path that nobody has to give"
+
+
+def test_plan_says_which_paths_are_missing_and_which_nobody_needs(capsys, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    assert main(["plan", "--model-root", "/nowhere", "--prompt-data", str(prompts), "--vime-root", "/here"]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("  --")}
+    assert "/nowhere (missing, --model-root)" in rows["--model-root"]
+    assert f"{prompts} (missing, --prompt-data)" in rows["--prompt-data"]
+    assert "/here (missing, --vime-root)" in rows["--vime-root"], "what was asked for is shown"
+    for flag in ("--megatron-root", "--ref-load", "--te-root"):
+        assert "not used by this run" in rows[flag]
 
 
 def test_plan_json_is_one_object(capsys):
@@ -197,7 +209,13 @@ def test_lock_pins_everything_exactly():
 
 
 @pytest.mark.parametrize(
-    ("verb", "words"), [("bench", ("rollout", "train", "ops", "e2e")), ("diagnose", ("--fields",))]
+    ("verb", "words"),
+    [
+        ("bench", ("rollout", "train", "ops", "e2e")),
+        ("diagnose", ("--fields",)),
+        ("locate", ("OTHER", "--records-only")),
+        ("qualify", ("--again",)),
+    ],
 )
 def test_help_of_a_forwarded_verb_is_its_own(verb, words):
     """Asked without third-party packages: -S leaves site-packages out."""
