@@ -126,12 +126,14 @@ def decode_forms(config: ModelConfig, inputs: Inputs) -> Iterator[Case]:
     batch = last_tokens(q, k, v, LAYOUT, 64, 1)
     if not (hopper_forward.available(q.device) and hopper_paged.fits(batch.q, batch.keys, batch.values, 1)):
         return
-    for name, form in hopper_paged.FORMS.items():
+    for name, form in hopper_paged.forms(q.shape[2]).items():
         for settled in (False, True):
             what = f"{name}, old keys early" if settled else name
             found, found_lse = batch.decoded(form, settled)
             yield _case(f"decode over pages, {what}", found, out[batch.rows])
             yield _case(f"decode's LSE, fp32, {what}", found_lse, lse[batch.rows])
+            found = batch.output(form, settled)
+            yield _case(f"decode without its LSE, {what}", found, out[batch.rows])
     right = batch.states(hopper_paged.SPLITS)[1]
     yield _case("l, fp32, half the columns", batch.states(hopper_paged.HALVES)[1], right)
     wrong = other_row_sums()
@@ -247,17 +249,19 @@ class LastTokens:
 
     def decoded(self, form: hopper_paged.Form | None, settled: bool = False) -> tuple[Tensor, Tensor]:
         """(output, LSE) by one form, or by the one that is chosen; ``settled``: old keys may be fetched early."""
-        out, lse = torch.full_like(self.q, torch.nan), by_head(*self.q.shape[:2], self.q.device).fill_(torch.nan)
+        lse = by_head(*self.q.shape[:2], self.q.device).fill_(torch.nan)
+        return self.output(form, settled, lse), lse
+
+    def output(self, form: hopper_paged.Form | None, settled: bool = False, lse: Tensor | None = None) -> Tensor:
+        """The output alone, or with it the LSE into ``lse``."""
+        out = torch.full_like(self.q, torch.nan)
         places = (self.q, self.keys, self.values, self.items, self.tables, self.queries, self.splits)
         if settled:
             torch.cuda.synchronize()
-        tiles = TILES[self.q.shape[2]]
-        decode_pages(*places, self.keys_in_all, out, lse, tiles, form, settled=settled)
-        return out, lse
+        decode_pages(*places, self.keys_in_all, out, lse, TILES[self.q.shape[2]], form, settled=settled)
+        return out
 
-    def states(
-        self, form: hopper_paged.Form, kernel: Any = hopper_decode.attention_units_kernel
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def states(self, form: hopper_paged.Form, kernel: Any = None) -> tuple[Tensor, Tensor, Tensor]:
         """o, l, mu in fp32 of every split that has a key; room for one more split, so that they are written."""
         places = (self.q, self.keys, self.values, self.items, self.tables, self.queries, self.splits + 1)
         results = (torch.empty_like(self.q), None, scales(self.q.shape[2])[0])

@@ -15,7 +15,7 @@ from pathlib import Path, PurePath
 from rl_engine.records.types import SourceRecord
 
 FOLDERS: tuple[str, ...] = ("rl_engine", "configs")
-SUFFIXES: tuple[str, ...] = (".py", ".c", ".h", ".json", ".jsonl", ".js", ".css", ".j2")
+SUFFIXES: tuple[str, ...] = (".py", ".c", ".h", ".cu", ".json", ".jsonl", ".js", ".css", ".j2")
 _MADE = ("__pycache__", "_build")
 _GIT_SECONDS = 30
 _ELSEWHERE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX")

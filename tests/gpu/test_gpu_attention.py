@@ -4,13 +4,16 @@ and the wrong orders that must be caught."""
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from rl_engine.ops import cuda_source
 from rl_engine.ops.attention import run_rows
 from rl_engine.ops.layout import PackedLayout
 from tests.helpers.gpu import attention_fp64, differing, needs_gpu, on_gpu
@@ -247,7 +250,7 @@ RAGGED = [
 
 FORMS = (
     *("chosen", "splits", "singles", "halves", "whole", "alone", "whole halves"),
-    *("one in flight", "two small ones", "late splits"),
+    *("one in flight", "two small ones", "late splits", "pairs", "pairs at once", "pairs late"),
 )
 
 
@@ -258,7 +261,16 @@ def decode_form(name: str) -> Any:
     form = hopper_paged.Form
     others = {"chosen": None, "one in flight": form(True, 64, 1), "two small ones": form(False, 128, 2, 8, 80)}
     others["late splits"] = form(False, 128, 2, registers=128, late=20)  # before the first slot
+    for which, late in (("pairs at once", 0), ("pairs late", 40)):
+        others[which] = form(False, 64, 0, late=late, pairs=True)
     return (hopper_paged.FORMS | others)[name]
+
+
+def takes(name: str, width: int) -> bool:
+    """Whether the form of this name runs here with this head_dim."""
+    from rl_engine.ops.attention import hopper_paged
+
+    return not name.startswith("pairs") or "pairs" in hopper_paged.forms(width)
 
 
 def hopper() -> None:
@@ -275,6 +287,8 @@ def test_every_form_of_decode_has_the_anchors_bits(name: str) -> None:
 
     hopper()
     for heads, lengths, page, queries in RAGGED:
+        if not takes(name, heads[2]):
+            continue
         layout = PackedLayout(lengths, (len(lengths),))
         q, k, v = qkv(layout.tokens, heads, 2.0)
         out, lse = anchor().forward_packed(q, k, v, layout)
@@ -283,6 +297,37 @@ def test_every_form_of_decode_has_the_anchors_bits(name: str) -> None:
             found, found_lse = batch.decoded(decode_form(name), settled)
             same(found, out[batch.rows], f"{heads}, {lengths} output, {settled}")
             same(found_lse, lse[batch.rows], f"{heads}, {lengths} LSE, {settled}")
+            same(batch.output(decode_form(name), settled), found, f"{heads}, {lengths} without LSE, {settled}")
+
+
+def test_two_programs_of_a_cluster_need_every_rounding_in_its_place(tmp_path: Path) -> None:
+    """Controls: a row sum in another order, a factor contracted into the sum, and scores of two chains are seen."""
+    from rl_engine.ops.attention import hopper_pairs
+    from rl_engine.qualify.gpu_attention import last_tokens
+
+    hopper()
+    if not takes("pairs", 128):
+        pytest.skip("NVRTC is not here")
+    layout = PackedLayout((3000, 1100), (2,))
+    batch = last_tokens(*qkv(layout.tokens, (8, 2, 128), 2.0), layout, 64, 1)
+    right = batch.states(decode_form("splits"))
+    for name, a, b in zip(("o", "l", "mu"), batch.states(decode_form("pairs")), right, strict=True):
+        same(a, b, name)
+    source = hopper_pairs.SOURCE.path.read_text()
+    for which, old, new in (
+        (1, "n == 4 ? 8 : n == 8 ? 1 : n == 1 ? 2 : 0", "n == 4 ? 1 : n == 1 ? 2 : n == 2 ? 8 : 0"),
+        (1, "__fadd_rn(__fmul_rn(l, factor), more)", "__fmaf_rn(l, factor, more)"),
+        (2, "product(d, k[step / 4][step % 4], q[step][0], q[step][1])",
+            "product(d, k[1 - step / 4][step % 4], q[step ^ 4][0], q[step ^ 4][1])"),
+        (0, "product(o, v[0], early.x, early.y);\n        product(o, v[1], early.z, early.w);",
+            "product(o, v[1], early.z, early.w);\n        product(o, v[0], early.x, early.y);"),
+    ):  # fmt: skip
+        assert source.count(old) == 1, old
+        path = tmp_path / "wrong.cu"
+        path.write_text(source.replace(old, new))
+        wrong = cuda_source.Source(path, hashlib.sha256(path.read_bytes()).hexdigest())
+        found = batch.states(decode_form("pairs"), wrong)
+        assert differing(found[which], right[which]) > 0, old
 
 
 def test_every_split_of_every_form_has_the_same_state_and_another_row_sum_is_caught() -> None:
@@ -292,7 +337,7 @@ def test_every_split_of_every_form_has_the_same_state_and_another_row_sum_is_cau
     layout = PackedLayout((3000, 1100), (2,))
     batch = last_tokens(*qkv(layout.tokens, (8, 2, 128), 2.0), layout, 64, 1)
     right = batch.states(decode_form("splits"))
-    for form in ("singles", "halves", "two small ones", "late splits"):
+    for form in ("singles", "halves", "two small ones", "late splits"):  # of pairs: above
         for name, a, b in zip(("o", "l", "mu"), batch.states(decode_form(form)), right, strict=True):
             same(a, b, f"{form}: {name}")
     wrong_l = batch.states(decode_form("splits"), other_row_sums())[1]
@@ -320,7 +365,9 @@ def test_a_decode_that_starts_early_sees_what_the_kernels_before_it_wrote(length
         sets.append((keys, values, table, new, wanted, items, slots, out))
     q = torch.randn(samples, heads, width, device="cuda").bfloat16() * 2
     every_key = samples * length
-    for name, settled in itertools.product((*FORMS[:7], "late splits"), (False, True)):
+    for name, settled in itertools.product((*FORMS[:7], "late splits", *FORMS[-3:]), (False, True)):
+        if not takes(name, width):
+            continue
         chosen = decode_form(name)
 
         def run(which: int, form: Any = chosen, settled: bool = settled) -> None:

@@ -1,4 +1,4 @@
-"""Paged decode on a Hopper: which form of ``hopper_decode`` a call takes, and its launch."""
+"""Paged decode on a Hopper: which form of ``hopper_decode`` or ``hopper_pairs`` a call takes, and its launch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from rl_engine.ops import cuda_source
+from rl_engine.ops.attention import hopper_pairs
 from rl_engine.ops.attention.hopper_decode import BLOCK, CHUNK, QUERY_ROWS, SPLIT_BLOCKS, attention_units_kernel
 from rl_engine.ops.attention.hopper_forward import shared_rows
 
@@ -27,6 +29,8 @@ class Form:
         registers: most registers of a thread, so that two programs fit a multiprocessor; None: all that there are.
         late: the kernel behind may start when so many slots of the ring are left to be asked for (half as many if it
             merges splits), 0: at once. Keys that it fetches early then do not hold up this one's.
+        pairs: two programs of a cluster share a split, by ``hopper_pairs``: ``late`` counts its smaller slots, half of
+            them at most, the ring takes what room there is, and nothing else is chosen.
     """
 
     whole: bool
@@ -35,6 +39,7 @@ class Form:
     warps: int = 4
     registers: int | None = None
     late: int = 0
+    pairs: bool = False
 
 
 SPLITS = Form(whole=False, columns=128, ring=2, registers=128)
@@ -43,10 +48,17 @@ SINGLES = Form(whole=False, columns=128, ring=5, warps=8, late=4)  # one program
 ALONE = Form(whole=True, columns=128, ring=4, warps=8)
 HALVES = Form(whole=False, columns=64, ring=5, late=3)
 WHOLE_HALVES = Form(whole=True, columns=64, ring=5)
+PAIRS = Form(whole=False, columns=64, ring=0, late=16, pairs=True)
 FORMS = {
     **{"splits": SPLITS, "singles": SINGLES, "halves": HALVES},
-    **{"whole": WHOLE, "alone": ALONE, "whole halves": WHOLE_HALVES},
+    **{"whole": WHOLE, "alone": ALONE, "whole halves": WHOLE_HALVES, "pairs": PAIRS},
 }
+
+
+def forms(width: int) -> dict[str, Form]:
+    """Those that run here with this head_dim."""
+    pairs = width == hopper_pairs.WIDTH and cuda_source.available()
+    return {name: form for name, form in FORMS.items() if pairs or not form.pairs}
 
 
 @functools.cache
@@ -75,8 +87,11 @@ def fits(q: Tensor, k: Tensor, v: Tensor, queries: int) -> bool:
     )
 
 
-def choose(samples: int, kv_heads: int, splits: int, keys: int, processors: int) -> Form:
+def choose(samples: int, kv_heads: int, splits: int, keys: int, processors: int, pairs_fit: bool) -> Form:
     """The form that was the fastest on an H200 for samples of at most ``splits`` splits and ``keys`` keys together.
+
+    If ``pairs_fit`` (:func:`forms`), two programs take a split as long as there is a multiprocessor for every split,
+    and share it. Otherwise:
 
     Very few splits share the columns of V out, if the programs of two calls in a row then find a multiprocessor each;
     up to one split for every multiprocessor, each takes a whole one. Whole samples need no merge, but the longest must
@@ -84,6 +99,8 @@ def choose(samples: int, kv_heads: int, splits: int, keys: int, processors: int)
     mean length is 2/3 of the longest, or 9/10 where there is no other program to fill the gaps.
     """
     pairs, most = samples * kv_heads, samples * splits * SPLIT_BLOCKS.value * BLOCK.value
+    if pairs_fit and pairs * splits <= processors:
+        return PAIRS
     if 4 * pairs * splits <= processors:
         return HALVES
     if pairs * splits <= processors:
@@ -108,25 +125,32 @@ def launch_states(
     c: float,
     form: Form,
     settled: bool = False,
-    kernel: Any = attention_units_kernel,
+    kernel: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """(o fp32 [Q, heads, splits, D], l, mu fp32 [Q, heads, splits]) of every split, to be merged; None where ``out``
     and ``lse`` are the result already: one split, or a form that merges them itself. ``settled`` as ``decode_pages``
-    says; another ``kernel`` is what a control gives."""
+    says; another ``kernel`` (or ``cuda_source.Source``) than the form's own is what a control gives."""
     heads, width, kv_heads, page = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
     group, direct, columns = heads // kv_heads, form.whole or splits == 1, min(form.columns, width)
+    if form.pairs:
+        direct = direct and lse is None  # it stores no LSE: that of a single split comes from its state
     rows, block = 4 if queries * group <= 4 else QUERY_ROWS.value, BLOCK.value
     o, l, mu = out, out, out
     if not direct:
         state = (q.shape[0], heads, splits)
         o = torch.empty(*state, width, dtype=torch.float32, device=q.device)
         l, mu = (torch.empty(state, dtype=torch.float32, device=q.device) for _ in range(2))
+    if form.pairs:
+        states = None if direct else (o, l, mu)
+        source = kernel or hopper_pairs.SOURCE
+        hopper_pairs.launch(q, k, v, out, states, items, tables, splits, rows, c, settled, form.late, source)
+        return states
     warps = form.warps if columns == 128 else 4
     chunk = [block, CHUNK.value]
     k_d, v_d = (
         TensorDescriptor(x, [k.shape[:3].numel(), width], [width, 1], chunk, shared_rows(chunk[1])) for x in (k, v)
     )
-    kernel[(kv_heads * (width // columns), 1 if form.whole else splits, items.shape[0])](
+    (kernel or attention_units_kernel)[(kv_heads * (width // columns), 1 if form.whole else splits, items.shape[0])](
         *(k_d, v_d, q, out, out if lse is None else lse, o, l, mu, items, tables, c, q.stride(0), q.stride(1)),
         *(out.stride(0), out.stride(1), 0 if lse is None else lse.stride(1), tables.stride(0), heads, splits, kv_heads),
         CHUNKED=shared_rows(CHUNK.value),

@@ -278,7 +278,8 @@ def decode_pages(
     if tiles.hopper and _is_hopper(q.device) and hopper_paged.fits(q, k, v, queries):
         _check(q, k[0], v[0])
         processors = hopper_paged.processors(q.device)
-        form = form or hopper_paged.choose(items.shape[0], k.shape[1], splits, keys, processors)
+        sizes = (items.shape[0], k.shape[1], splits, keys, processors)
+        form = form or hopper_paged.choose(*sizes, "pairs" in hopper_paged.forms(q.shape[2]))
         c = scales(q.shape[2])[0]
         states = hopper_paged.launch_states(q, k, v, items, tables, queries, splits, out, lse, c, form, settled)
         if states is not None:
