@@ -159,10 +159,13 @@ def _batch_differences(step: int, a: SampleBatch, b: SampleBatch) -> tuple[list[
     if not np.array_equal(a.offsets, b.offsets):
         return [_first_token(step, a, b), *found], {"identities", "rewards", "tokens"}
     for name in _SAMPLE_FIELDS:
-        result = compare_bits(getattr(a, name), getattr(b, name))
+        left, right = getattr(a, name), getattr(b, name)
+        result = compare_bits(left, right)
         if result.first_index is not None:
-            where = f"step {step} {locate(a, result.first_index[0])}"
-            found.append(Difference(name, where, result.a_hex, result.b_hex, result.count, result.total))
+            first = result.first_index[0]
+            whole = left.dtype.kind in "iu"  # ids and masks are read as numbers, logprobs as bits
+            shown = (str(left[first]), str(right[first])) if whole else (result.a_hex, result.b_hex)
+            found.append(Difference(name, f"step {step} {locate(a, first)}", *shown, result.count, result.total))
     return [*found, *_retained_difference(step, a, b)], set(_COMPARED)
 
 
@@ -188,7 +191,7 @@ def _first_token(step: int, a: SampleBatch, b: SampleBatch) -> Difference:
 
 
 def _token(row: npt.NDArray[np.int32], index: int) -> str:
-    return f"0x{int(row[index]) & 0xFFFFFFFF:08x}" if index < row.size else "the end"
+    return str(row[index]) if index < row.size else "the end"
 
 
 def _retained_difference(step: int, a: SampleBatch, b: SampleBatch) -> Iterator[Difference]:
