@@ -35,6 +35,8 @@ OPERATORS: tuple[str, ...] = (
     "adamw",
     "grad_norm",
 )
+# What one provider of several operators does in one call, counted under its own name -> those operators
+FUSED_OPERATORS: dict[str, tuple[str, ...]] = {"qk_norm_rope": ("qk_norm", "rope")}
 
 
 @dataclasses.dataclass(frozen=True)

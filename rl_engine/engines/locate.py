@@ -66,6 +66,7 @@ class Watch:
         self._call = self._layer = 0
         for method, operator in WATCHED.items():
             setattr(ops, method, self._watched(getattr(ops, method), operator))
+        ops.qk_norm_rope = self._watched_fused(ops)  # type: ignore[method-assign]
 
     def begin(self, wanted: list[tuple[int, int]]) -> None:
         """A forward pass starts; ``wanted`` rows are the sample's. The engine counts calls from here."""
@@ -80,6 +81,22 @@ class Watch:
             out = call(*arguments, **words)
             if self._wanted is not None:
                 self._keep(operator, arguments, out)
+            return out
+
+        return watched
+
+    def _watched_fused(self, ops: Operators) -> Callable[..., tuple[Tensor, Tensor]]:
+        """What comes out of the fused operator is kept as its rotation's; the norm inside, which is stored nowhere, is
+        computed again by the same provider alone. So a side that fuses has the places of one that does not."""
+        call = ops.qk_norm_rope
+
+        def watched(q: Tensor, k: Tensor, q_norm: Weight, k_norm: Weight, eps: float, *rest: Any) -> Any:
+            out = call(q, k, q_norm, k_norm, eps, *rest)
+            if self._wanted is not None and ops.fuses_qk_norm(q.shape[2]):
+                for x, weight in ((q, q_norm), (k, k_norm)):
+                    self._keep("qk_norm", (x, weight), ops.provider("qk_norm").forward(x, weight, eps))
+                for x in out:
+                    self._keep("rope", (), x)
             return out
 
         return watched

@@ -164,9 +164,9 @@ class Decoder:
         normed = place.norm(stream, layer.input_norm, eps, layout)
         q, k, v = self._heads(place.project(normed, layer.qkv, layout))
         if layer.q_norm is not None and layer.k_norm is not None:
-            q = place.qk_norm(q, layer.q_norm, eps, layout)
-            k = place.qk_norm(k, layer.k_norm, eps, layout)
-        q, k = self.ops.rope(q, positions, self.table), self.ops.rope(k, positions, self.table)
+            q, k = place.qk_norm_rope(q, k, layer.q_norm, layer.k_norm, eps, positions, self.table, layout)
+        else:
+            q, k = self.ops.rope(q, positions, self.table), self.ops.rope(k, positions, self.table)
         attended = attend(index, q, k, v).flatten(1)
         stream = place.project_back(attended, layer.o, stream, layout)
         normed = place.norm(stream, layer.post_norm, eps, layout)

@@ -8,6 +8,7 @@ from torch import Tensor
 from rl_engine.models.sharding import Sharding
 from rl_engine.ops import Operators
 from rl_engine.ops.layout import PackedLayout
+from rl_engine.ops.rope import RopeTable
 from rl_engine.ops.sample import DrawKey
 from rl_engine.ops.sample.retained import retained_mask
 from rl_engine.ops.selected_logp import inverse_temperature
@@ -55,8 +56,18 @@ class OneRank:
     def norm(self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None) -> Tensor:
         return self.ops.rms_norm(x, weight, eps, layout)
 
-    def qk_norm(self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None) -> Tensor:
-        return self.ops.qk_norm(x, weight, eps, layout)
+    def qk_norm_rope(
+        self,
+        q: Tensor,
+        k: Tensor,
+        q_norm: Weight,
+        k_norm: Weight,
+        eps: float,
+        positions: Tensor,
+        table: RopeTable,
+        layout: PackedLayout | None,
+    ) -> tuple[Tensor, Tensor]:
+        return self.ops.qk_norm_rope(q, k, q_norm, k_norm, eps, positions, table, layout)
 
     def project(self, x: Tensor, weight: Weight, layout: PackedLayout | None) -> Tensor:
         """Whole rows in, this rank's columns out (qkv, gate and up)."""

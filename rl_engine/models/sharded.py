@@ -18,6 +18,7 @@ from rl_engine.models.sharded_functions import (
     Attention,
     Embedding,
     Norm,
+    NormRope,
     Project,
     ProjectBack,
     Score,
@@ -28,6 +29,7 @@ from rl_engine.models.sharding import Sharding
 from rl_engine.models.weights import in_hf_order
 from rl_engine.ops import Operators
 from rl_engine.ops.layout import PackedLayout
+from rl_engine.ops.rope import RopeTable
 from rl_engine.ops.sample import DrawKey
 from rl_engine.ops.sample.retained import retained_mask
 from rl_engine.ops.selected_logp import LogpState, check_targets, inverse_temperature
@@ -186,10 +188,27 @@ class Sharded:
             return self.ops.rms_norm(x, weight, eps)
         return Norm.apply(x, weight, eps, layout, self, "rms_norm")
 
-    def qk_norm(self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None) -> Tensor:
+    def qk_norm_rope(
+        self,
+        q: Tensor,
+        k: Tensor,
+        q_norm: Weight,
+        k_norm: Weight,
+        eps: float,
+        positions: Tensor,
+        table: RopeTable,
+        layout: PackedLayout | None,
+    ) -> tuple[Tensor, Tensor]:
         if not torch.is_grad_enabled():
-            return self.ops.qk_norm(x, weight, eps)
-        return Norm.apply(x, weight, eps, layout, self, "qk_norm")
+            return self.ops.qk_norm_rope(q, k, q_norm, k_norm, eps, positions, table)
+        if self.ops.fuses_qk_norm(q.shape[2]):
+            rotated: tuple[Tensor, Tensor] = NormRope.apply(
+                q, k, (q_norm, k_norm), eps, positions.contiguous(), table, layout, self
+            )
+            return rotated
+        q = Norm.apply(q, q_norm, eps, layout, self, "qk_norm")
+        k = Norm.apply(k, k_norm, eps, layout, self, "qk_norm")
+        return self.ops.rope(q, positions, table), self.ops.rope(k, positions, table)
 
     def project(self, x: Tensor, weight: Weight, layout: PackedLayout | None) -> Tensor:
         if not torch.is_grad_enabled():

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.rms_norm import as_heads
+from rl_engine.ops.rope import RopeTable
 from rl_engine.ops.selected_logp import LogpState
 from rl_engine.ops.weight import Weight
 from rl_engine.parallel import bounds
@@ -50,19 +51,58 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        place, weight = ctx.place, ctx.weight
-        provider = place.ops.provider(ctx.operator)
-        dx, terms = provider.backward(dy.contiguous(), x, weight, ctx.eps, weight.grad is not None)
-        if weight.grad is not None:
-            if place.local_sums:
-                sums = provider.unit_sums(as_heads(terms), one_unit(x.shape[0])) if x.shape[0] else as_heads(terms)
-            else:
-                terms = place.tokens_for_columns(as_heads(terms), 2, ctx.layout, purpose="gain terms")
-                sums = provider.unit_sums(terms, ctx.layout)
-            if ctx.operator == "qk_norm":  # heads of every TP rank, folded in canonical order
-                sums = torch.cat(place.tp.all_gather(sums, purpose="gain sums"), dim=1)
-            provider.add_gain(sums.contiguous(), weight.grad)
+        dx = norm_gradients(ctx.place, ctx.operator, dy.contiguous(), x, ctx.weight, ctx.eps, ctx.layout)
         return dx, None, None, None, None, None
+
+
+def norm_gradients(
+    place: Sharded, operator: str, dy: Tensor, x: Tensor, weight: Weight, eps: float, layout: PackedLayout
+) -> Tensor:
+    """dx of a norm; its gain's gradient over all ranks' tokens is added into ``weight.grad`` where it trains."""
+    provider = place.ops.provider(operator)
+    dx, terms = provider.backward(dy, x, weight, eps, weight.grad is not None)
+    if weight.grad is not None:
+        if place.local_sums:
+            sums = provider.unit_sums(as_heads(terms), one_unit(x.shape[0])) if x.shape[0] else as_heads(terms)
+        else:
+            terms = place.tokens_for_columns(as_heads(terms), 2, layout, purpose="gain terms")
+            sums = provider.unit_sums(terms, layout)
+        if operator == "qk_norm":  # heads of every TP rank, folded in canonical order
+            sums = torch.cat(place.tp.all_gather(sums, purpose="gain sums"), dim=1)
+        provider.add_gain(sums.contiguous(), weight.grad)
+    found: Tensor = dx
+    return found
+
+
+class NormRope(torch.autograd.Function):
+    """QK norm and rotation in one call; backward they are two, since the gains' terms are exchanged."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        weights: tuple[Weight, Weight],
+        eps: float,
+        positions: Tensor,
+        table: RopeTable,
+        layout: PackedLayout,
+        place: Sharded,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q, k)
+        ctx.weights, ctx.eps, ctx.layout, ctx.place = weights, eps, layout, place
+        ctx.positions, ctx.table = positions, table
+        place.ops.count("qk_norm_rope", q)
+        rotated: tuple[Tensor, Tensor] = place.ops.provider("rope").norm_rotate(q, k, *weights, eps, positions, table)
+        return rotated
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        place, found = ctx.place, []
+        for dy, x, weight in zip(gradients, ctx.saved_tensors, ctx.weights, strict=True):
+            turned = place.ops.provider("rope").rotate(dy.contiguous(), ctx.positions, ctx.table, -1.0)
+            found.append(norm_gradients(place, "qk_norm", turned, x, weight, ctx.eps, ctx.layout))
+        return *found, None, None, None, None, None, None
 
 
 class Project(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch import Tensor
 from rl_engine.ops.adamw import AdamScalars
 from rl_engine.ops.attention.static import DecodeBatch, attend
 from rl_engine.ops.layout import PackedLayout
-from rl_engine.ops.rope import RopeTable
+from rl_engine.ops.rope import FusedRope, RopeTable
 from rl_engine.ops.sample import DrawKey
 from rl_engine.ops.selected_logp import LogpState, inverse_temperature
 from rl_engine.ops.weight import CPU, Weight
@@ -104,6 +104,8 @@ GPU = ("triton", "cublaslt")  # providers that need Triton and a GPU
 ANYWHERE = ("stock",)  # torch's own, on whatever device torch has; all others compute on a CPU
 REGISTRY["qk_norm"] = REGISTRY["rms_norm"]
 OPERATORS = tuple(sorted(REGISTRY))
+# What one provider of several operators does in one call, counted under its own name -> those operators
+FUSED = {"qk_norm_rope": ("qk_norm", "rope")}
 
 
 class UnknownProvider(ValueError):
@@ -209,7 +211,7 @@ class Operators:
         """Every operator that ran, in order: launched calls, then those of replayed graphs."""
         forms: tuple[tuple[Literal["eager", "graph"], Calls], ...] = (("eager", self._calls), ("graph", self._replayed))
         return [
-            Route(operator, self.names[operator], dtype, rows, calls, execution)
+            Route(operator, self.names[FUSED.get(operator, (operator,))[0]], dtype, rows, calls, execution)
             for execution, counted in forms
             for (operator, dtype, rows), calls in sorted(counted.items())
         ]
@@ -257,6 +259,30 @@ class Operators:
 
     def rope(self, x: Tensor, positions: Tensor, table: RopeTable) -> Tensor:
         return self._use("rope", x)(x, positions, table)
+
+    def fuses_qk_norm(self, width: int) -> bool:
+        """Whether :meth:`qk_norm_rope` is one call at head_dim ``width``."""
+        rope, norm = self._providers["rope"], self._providers["qk_norm"]
+        return isinstance(rope, FusedRope) and rope.fuses(norm, width)
+
+    def qk_norm_rope(
+        self,
+        q: Tensor,
+        k: Tensor,
+        q_norm: Weight,
+        k_norm: Weight,
+        eps: float,
+        positions: Tensor,
+        table: RopeTable,
+        layout: PackedLayout | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """q and k normed, then rotated: by the fused operator where the providers have one, to the same bits."""
+        if self.fuses_qk_norm(q.shape[2]):
+            self.count("qk_norm_rope", q)
+            fused: FusedRope = self._providers["rope"]
+            return fused.with_norm(q, k, q_norm, k_norm, eps, positions, table, layout)
+        q, k = self.qk_norm(q, q_norm, eps, layout), self.qk_norm(k, k_norm, eps, layout)
+        return self.rope(q, positions, table), self.rope(k, positions, table)
 
     def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
         return self._use("attention", q).packed(q, k, v, layout)

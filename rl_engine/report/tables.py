@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Sequence
 
+from rl_engine.config.options import FUSED_OPERATORS
 from rl_engine.records.codec import encode, printable
 from rl_engine.records.matrix import MatrixRecord
 from rl_engine.records.types import FindingRecord, StepRecord, StepSeconds
@@ -169,7 +170,8 @@ def providers_table(runs: Sequence[RunView]) -> Table:
                 calls, workers = found.get(key, (0, set()))
                 found[key] = (calls + route.calls, workers | {(file.engine, file.rank)})
         for (side, operator, provider, dtype, execution), (calls, workers) in sorted(found.items()):
-            plan = planned[side].get(operator, "nothing")
+            parts = FUSED_OPERATORS.get(operator, (operator,))
+            plan = ", ".join(sorted({planned[side].get(part, "nothing") for part in parts}))
             rows.append((run.run_id, run.mode, side, operator, provider, plan, dtype, execution, len(workers), calls))
     return Table("providers", "Providers that ran", columns, tuple(rows))
 

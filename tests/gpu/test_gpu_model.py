@@ -382,6 +382,51 @@ def test_updates_do_not_depend_on_packing(scene: Scene) -> None:
     assert_bitwise(joined(first.score(drawn)), rollout_logprobs(drawn), "behind the update")
 
 
+def separate() -> Operators:
+    """QK norm and rotation as two operators."""
+    ops = operators()
+    ops.fuses_qk_norm = lambda width: False  # type: ignore[method-assign]
+    return ops
+
+
+@pytest.mark.parametrize("scene", ["qwen3", "qwen3 tied"], indirect=True)
+def test_the_fused_rotation_has_the_separate_operators_bits(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """QK norm and RoPE in one kernel: prefill, decode, decode in graphs, scores, gradients. The control: a kernel that
+    rotates before it rounds."""
+    import triton
+
+    from rl_engine.ops.rope import triton as code
+    from rl_engine.qualify.gpu_attention import replaced
+
+    both, fused = {"qk_norm", "rope"}, "qk_norm_rope"
+    for sizes in ((), EVERY_SIZE):
+        engine = rollout(scene.weights, separate(), graph_sizes=sizes)
+        check_samples(engine.generate(asked(scene.config), 0, SAMPLING), scene.samples)
+        assert both < {route.operator for route in engine.ops.routes()} and not engine.ops.fuses_qk_norm(128)
+        engine = rollout(scene.weights, operators(), graph_sizes=sizes)
+        check_samples(engine.generate(asked(scene.config), 0, SAMPLING), scene.samples)
+        called = {(route.operator, route.execution) for route in engine.ops.routes()}
+        assert {form for operator, form in called if operator == fused} == {"eager", *(["graph"] if sizes else [])}
+        assert not both & {operator for operator, _ in called}
+    for settings in ({}, {"recompute": False}):
+        expected = record(trainer(scene.weights, separate(), **settings), scene.samples)
+        engine = trainer(scene.weights, operators(), **settings)
+        actual = record(engine, scene.samples)
+        for name, values in expected.items():
+            assert_bitwise(actual[name], values, f"{name}, {settings}")
+        assert not both & {route.operator for route in engine.ops.routes()}
+
+    @triton.jit
+    def unrounded(x):  # type: ignore[no-untyped-def]
+        return x
+
+    rows = replaced(code.norm_rope_rows, round_bf16=unrounded)
+    with monkeypatch.context() as patch:
+        patch.setattr(code, "qk_norm_rope_kernel", replaced(code.qk_norm_rope_kernel, norm_rope_rows=rows))
+        scores = joined(trainer(scene.weights, operators()).score(scene.samples))
+    assert differing(scores, rollout_logprobs(scene.samples)) > 0.3 * scores.size
+
+
 def proven_table(config: ModelConfig) -> Any:
     """The products of one model, each proven and chosen at a few row counts, as ``qualify`` does at many."""
     from rl_engine.ops import gemm_table

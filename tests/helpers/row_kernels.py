@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 
 from tests.helpers.kernels import TARGETS, Kernel
@@ -247,7 +248,8 @@ def rotations() -> list[Kernel]:
         warps=2,
         unaligned=("tokens", "heads", "kv_heads"),
     )
-    return [rope, forward, backward]
+    few = dataclasses.replace(forward, constants={"R": 1, "EACH": 8, "STEPS": 1, "HALF": 64}, warps=4)
+    return [rope, forward, few, backward]
 
 
 def elementwise() -> list[Kernel]:

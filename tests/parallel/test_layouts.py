@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from benchmarks.parallel import Traffic
 from rl_engine.engines.train.batching import fold_units
 from rl_engine.engines.types import Sample
 from rl_engine.models.config import ModelConfig
+from rl_engine.ops import Operators
 from rl_engine.parallel import zigzag_runs
+from tests.helpers.fused import FusedCpuRope, UnroundedRope, fused_operators
 from tests.helpers.ranks import Ended, run_ranks
 from tests.parallel.conftest import Baseline
 from tests.parallel.controls import draws, train_controls
-from tests.parallel.scene import TENSORS, Layout, whole_bytes, work
+from tests.parallel.scene import TENSORS, Layout, Scene, whole_bytes, work
 
 # Every training layout once, every rollout TP at least once; what else must not matter rides along.
 LAYOUTS = (
@@ -31,6 +34,18 @@ LAYOUTS = (
     Layout(8, 1, rollout_tp=4, max_tokens=1120),
     Layout(1, 8, rollout_tp=1),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedScene(Scene):
+    """The same with QK norm and rotation as one operator."""
+
+    rope: type[FusedCpuRope] = FusedCpuRope
+
+    def operators(self) -> Operators:
+        return fused_operators(self.rope)
+
+
 FACTS = ("lengths", "tokens", "rollout logprobs", "retained", "logprobs", "reference logprobs", "ratio mismatches")
 FACTS += ("gradient norm", "loss", "kl", "entropy", "changed", "elements")
 
@@ -152,6 +167,17 @@ def test_layout_equals_one_rank(layout: Layout, one_rank: Baseline, tmp_path: Pa
     ended = run_layout(layout, one_rank, tmp_path)
     check_memory(ended, layout, one_rank.config)
     check_traffic(ended, layout, one_rank)
+
+
+def test_a_rotation_that_takes_qk_norm_along(one_rank: Baseline, tmp_path: Path) -> None:
+    """On both sides, with gradients too; the control leaves out the rounding between norm and rotation."""
+    layout = Layout(2, 2, rollout_tp=2)
+    fused = dataclasses.replace(one_rank, scene=FusedScene(**vars(one_rank.scene)))
+    check_traffic(run_layout(layout, fused, tmp_path), layout, fused)
+    scene = FusedScene(**{**vars(one_rank.scene), "updates": 1, "compared": (0,)}, rope=UnroundedRope)
+    ended = run_ranks(work, layout.size, tmp_path / "control", scene, layout, one_rank.folder)
+    assert all(len(rank.result["faults"]) > 4 for rank in ended)
+    assert ended[0].result["steps"][0]["logprobs"] != one_rank.facts["steps"][0]["logprobs"]
 
 
 @pytest.mark.parametrize("layout", [Layout(2, 2, rollout_tp=2), Layout(3, 1, rollout_tp=6)], ids=str)

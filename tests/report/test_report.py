@@ -22,6 +22,7 @@ from rl_engine.report import cli
 from rl_engine.report.charts import MOST_POINTS, moving_average, step_charts
 from rl_engine.report.collect import collect
 from rl_engine.report.page import render
+from rl_engine.report.tables import providers_table
 from tests.helpers.synthetic_run import make_run
 from tests.report.conftest import STEPS
 
@@ -52,6 +53,22 @@ def report(output_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rows(folder: Path, name: str) -> list[dict[str, str]]:
     with (folder / "tables" / f"{name}.csv").open(newline="") as stream:
         return list(csv.DictReader(stream))
+
+
+def test_a_fused_operator_is_as_planned_as_its_parts(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run-1")
+    path = run / "routes/engine0-0.json"
+    body = json.loads(path.read_text())
+    body["routes"].append({**body["routes"][0], "operator": "qk_norm_rope"})
+    path.write_text(json.dumps(body))
+    (view,) = collect(tmp_path, True).runs
+    providers = view.plan.providers
+    for rope, expected in (("cpu", "cpu"), ("triton", "cpu, triton")):
+        planned = dataclasses.replace(providers, rollout=(*providers.rollout, ("rope", rope)))
+        changed = dataclasses.replace(view, plan=dataclasses.replace(view.plan, providers=planned))
+        table = providers_table([changed])
+        found = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+        assert [row["planned"] for row in found if row["operator"] == "qk_norm_rope"] == [expected]
 
 
 def test_tables_hold_the_records(report: Path, output_root: Path) -> None:

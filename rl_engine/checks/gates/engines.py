@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from rl_engine.checks.gates.evidence import Gate, RunEvidence
+from rl_engine.config.options import FUSED_OPERATORS
 from rl_engine.records.types import EventValue, RouteFile, RouteRecord
 
 Verdict = tuple[bool, str, str]
@@ -59,7 +60,7 @@ def _routes(evidence: RunEvidence) -> Verdict:
     planned = {"train": dict(evidence.plan.providers.train), "rollout": dict(evidence.plan.providers.rollout)}
     sides = {worker: "train" for worker in evidence.engines("train")}
     sides |= {worker: "rollout" for worker in evidence.engines("rollout")}
-    called = {route.operator for file in evidence.routes for route in file.routes}
+    called = {part for file in evidence.routes for route in file.routes for part in _parts(route.operator)}
     optional = {operator for operator in MODEL_OPERATORS if operator not in called}
     total = 0
     for file in evidence.routes:
@@ -77,18 +78,25 @@ def _route_problem(file: RouteFile, side: str, planned: dict[str, str], optional
         problem = _record_problem(route, side, planned)
         if problem:
             return problem
-        called[route.operator] += route.calls
+        for part in _parts(route.operator):
+            called[part] += route.calls
     missing = sorted(operator for operator in planned if called[operator] < 1 and operator not in optional)
     return f"{missing[0]}: never called" if missing else ""
+
+
+def _parts(operator: str) -> tuple[str, ...]:
+    """The plan's operators that a call of ``operator`` does."""
+    return FUSED_OPERATORS.get(operator, (operator,))
 
 
 def _record_problem(route: RouteRecord, side: str, planned: dict[str, str]) -> str:
     if route.side != side:
         return f"{route.operator}: counted on side {route.side}"
-    if route.operator not in planned:
-        return f"{route.operator}: not an operator of the plan"
-    if route.provider != planned[route.operator]:
-        return f"{route.operator}: through {route.provider}, planned {planned[route.operator]}"
+    for part in _parts(route.operator):
+        if part not in planned:
+            return f"{route.operator}: not an operator of the plan"
+        if route.provider != planned[part]:
+            return f"{route.operator}: through {route.provider}, planned {planned[part]}"
     counts = list(route.shapes.values())
     if route.calls < 1 or any(count < 1 for count in counts) or sum(counts) != route.calls:
         return f"{route.operator}: {route.calls} calls, {sum(counts)} by shape"

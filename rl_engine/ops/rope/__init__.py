@@ -5,6 +5,9 @@ the same with -s. One table per run: computed in fp64 on a CPU, stored fp32, its
 
 x is bf16 [T, heads, D] with any token stride, positions int64 [T] from the sample's first token; the result is
 contiguous.
+
+A provider may take QK norm along (:class:`FusedRope`): the norm's result is rounded to bf16 before it is rotated, and
+the rotated gradient before it enters the norm's backward, as where each operator stores. So the bits are the same.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from rl_engine.ops.layout import PackedLayout
+from rl_engine.ops.weight import Weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,3 +66,80 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.provider.rotate(dy.contiguous(), ctx.positions, ctx.table, -1.0), None, None, None
+
+
+class FusedRope(RopeProvider):
+    """A rotation that can do QK norm in the same pass: q bf16 [T, heads, D], k bf16 [T, kv_heads, D], before the norm.
+
+    ``norm_rotate`` gives both rotated; ``norm_rotate_backward`` takes gradients behind the rotation to those before the
+    norm, and adds the gains' gradients into the weights that train (both or neither); ``layout`` is needed for those.
+    """
+
+    def fuses(self, norm: Any, width: int) -> bool:
+        """Whether what follows does the work of the provider ``norm`` too, at head_dim ``width``."""
+        raise AssertionError("a provider defines fuses")
+
+    def norm_rotate(
+        self, q: Tensor, k: Tensor, q_norm: Weight, k_norm: Weight, eps: float, positions: Tensor, table: RopeTable
+    ) -> tuple[Tensor, Tensor]:
+        raise AssertionError("a provider defines norm_rotate")
+
+    def norm_rotate_backward(
+        self,
+        dq: Tensor,
+        dk: Tensor,
+        q: Tensor,
+        k: Tensor,
+        q_norm: Weight,
+        k_norm: Weight,
+        eps: float,
+        positions: Tensor,
+        table: RopeTable,
+        layout: PackedLayout | None,
+    ) -> tuple[Tensor, Tensor]:
+        raise AssertionError("a provider defines norm_rotate_backward")
+
+    def with_norm(
+        self,
+        q: Tensor,
+        k: Tensor,
+        q_norm: Weight,
+        k_norm: Weight,
+        eps: float,
+        positions: Tensor,
+        table: RopeTable,
+        layout: PackedLayout | None,
+    ) -> tuple[Tensor, Tensor]:
+        """As ``norm_rotate``, with its backward pass where gradients are wanted."""
+        positions = positions.contiguous()
+        if not torch.is_grad_enabled():
+            return self.norm_rotate(q, k, q_norm, k_norm, eps, positions, table)
+        rotated: tuple[Tensor, Tensor] = _NormRope.apply(q, k, q_norm, k_norm, eps, positions, table, layout, self)
+        return rotated
+
+
+class _NormRope(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        q_norm: Weight,
+        k_norm: Weight,
+        eps: float,
+        positions: Tensor,
+        table: RopeTable,
+        layout: PackedLayout | None,
+        provider: FusedRope,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q, k)
+        ctx.arguments, ctx.layout, ctx.provider = (q_norm, k_norm, eps, positions, table), layout, provider
+        return provider.norm_rotate(q, k, *ctx.arguments)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+        q, k = ctx.saved_tensors
+        gradients = ctx.provider.norm_rotate_backward(
+            dq.contiguous(), dk.contiguous(), q, k, *ctx.arguments, ctx.layout
+        )
+        return *gradients, None, None, None, None, None, None, None

@@ -7,6 +7,7 @@ rotated gradient before it enters the norm's backward. So both forms give the sa
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 import triton
@@ -16,7 +17,7 @@ from torch import Tensor
 from rl_engine.numerics.contract import Contract
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.rms_norm.triton import TritonNorm, carries, pieces_of, shape_of
-from rl_engine.ops.rope import RopeProvider, RopeTable
+from rl_engine.ops.rope import FusedRope, RopeTable
 from rl_engine.ops.triton_functions import inverse_root, launch, round_bf16, tree_columns, tree_rows, widen
 from rl_engine.ops.weight import Weight
 
@@ -43,6 +44,7 @@ class Cut:
 
 
 FORWARD = Cut(tokens=4, together=1, heads=8, warps=2)
+FEW, FORWARD_OF_FEW = 256, Cut(tokens=1, together=1, heads=8, warps=4)  # up to so many tokens each has programs alone
 BACKWARD = Cut(tokens=4, together=2, heads=8, warps=4)
 BACKWARD_GAIN = Cut(tokens=8, together=1, heads=8, warps=2)
 
@@ -210,7 +212,7 @@ def qk_norm_rope_bwd_kernel(
                            dk_token, k_token, eps, R, EACH, STEPS, HALF, GAIN)  # fmt: skip
 
 
-class TritonRope(RopeProvider):
+class TritonRope(FusedRope):
     def rotate(self, x: Tensor, positions: Tensor, table: RopeTable, sign: float) -> Tensor:
         tokens, heads, width = x.shape
         _, _, _, stride = shape_of(x)
@@ -227,6 +229,29 @@ class TritonRope(RopeProvider):
         )
         return y
 
+    def fuses(self, norm: Any, width: int) -> bool:
+        return type(norm) is TritonNorm and can_fuse(width)
+
+    def norm_rotate(
+        self, q: Tensor, k: Tensor, q_norm: Weight, k_norm: Weight, eps: float, positions: Tensor, table: RopeTable
+    ) -> tuple[Tensor, Tensor]:
+        return qk_norm_rope(q, k, q_norm, k_norm, eps, positions, table)
+
+    def norm_rotate_backward(
+        self,
+        dq: Tensor,
+        dk: Tensor,
+        q: Tensor,
+        k: Tensor,
+        q_norm: Weight,
+        k_norm: Weight,
+        eps: float,
+        positions: Tensor,
+        table: RopeTable,
+        layout: PackedLayout | None,
+    ) -> tuple[Tensor, Tensor]:
+        return qk_norm_rope_backward(dq, dk, q, k, q_norm, k_norm, eps, positions, table, layout)
+
 
 def can_fuse(width: int) -> bool:
     """Whether the fused kernels take this head_dim: a power of two, at most the fold axis."""
@@ -240,7 +265,7 @@ def qk_norm_rope(
     tokens, heads, width = q.shape
     assert can_fuse(width), f"head_dim {width} is not fused"
     yq, yk = (torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) for x in (q, k))
-    cut = FORWARD
+    cut = FORWARD if tokens > FEW else FORWARD_OF_FEW
     launch(
         qk_norm_rope_kernel,
         (-(-tokens // cut.tokens) * cut.groups(heads, k.shape[1]),),
@@ -265,7 +290,7 @@ def qk_norm_rope_backward(
     eps: float,
     positions: Tensor,
     table: RopeTable,
-    layout: PackedLayout,
+    layout: PackedLayout | None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of q and k before QK norm from those behind the rotation; the gains' gradients are added into the
     weights that train (both or neither)."""
@@ -277,6 +302,7 @@ def qk_norm_rope_backward(
     xq, xk = (torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) for x in (q, k))
     blocks, pieces, parts = -(-tokens // cut.tokens), positions, (xq, xk)
     if gain:
+        assert layout is not None
         pieces, bounds = pieces_of(layout, cut.tokens, q.device)
         blocks = pieces.shape[0]
         parts = tuple(torch.empty(blocks, *x.shape[1:], dtype=torch.float32, device=x.device) for x in (q, k))

@@ -22,6 +22,7 @@ from rl_engine.records.types import SampleBatch, SampleRecord
 from tests.helpers.synthetic_run import make_batch, make_run, make_step
 
 Break = Callable[[Path], None]
+TRAINER, ENGINE, PASSES = "routes/trainer-0.json", "routes/engine0-0.json", "passes/engine0.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -175,11 +176,26 @@ def copied(name: str) -> Break:
     return lambda run: shutil.copy(run / PASSES, run / "passes" / name) and None
 
 
+def rotates(provider: str, files: tuple[str, ...] = (TRAINER, ENGINE)) -> Break:
+    """A run whose plan has RoPE by ``cpu`` too, and in ``files`` QK norm and RoPE called as one, by ``provider``."""
+
+    def apply(run: Path) -> None:
+        edit_plan(lambda body: [body["providers"][side].append(["rope", "cpu"]) for side in ("train", "rollout")])(run)
+        for file in files:
+
+            def change(body: dict[str, Any]) -> None:
+                route = body["routes"][0]
+                body["routes"].append({**route, "operator": "qk_norm_rope", "provider": provider})
+
+            edit_json(file, change)(run)
+
+    return apply
+
+
 def first_route(change: Callable[[dict[str, Any]], None]) -> Break:
     return edit_json("routes/trainer-0.json", lambda body: change(body["routes"][0]))
 
 
-TRAINER, ENGINE, PASSES = "routes/trainer-0.json", "routes/engine0-0.json", "passes/engine0.jsonl"
 BREAKS: list[tuple[str, str, Break]] = [
     ("records", "damaged tensors", lambda run: (run / "samples/step-00000.safetensors").write_bytes(b"\xff" * 64)),
     ("records", "missing identities", lambda run: (run / "samples/step-00000.jsonl").unlink()),
@@ -244,6 +260,14 @@ BREAKS: list[tuple[str, str, Break]] = [
     ("routes", "zero", first_route(lambda route: route.update(calls=0, shapes={}))),
     ("routes", "never called", edit_json(ENGINE, lambda body: body["routes"].pop())),
     ("routes", "one side's model differs", edit_json(ENGINE, lambda body: body["routes"].append(qk_norm(body)))),
+    ("routes", "fused by another provider", rotates("triton")),
+    ("routes", "fused on one side", rotates("cpu", (ENGINE,))),
+    ("routes", "fused nowhere", rotates("cpu", ())),
+    (
+        "routes",
+        "fused with an operator that is not planned",
+        edit_json(ENGINE, lambda body: body["routes"].append({**body["routes"][0], "operator": "qk_norm_rope"})),
+    ),
     ("refusals", "declined", add_refusal),
     ("execution", "graph on a CPU", first_route(lambda route: route.update(execution="graph"))),
     ("contract", "other digest", set_environment("rollout", lambda b: b.update(contract_digest="e" * 64))),
@@ -326,6 +350,14 @@ def test_one_break_one_finding(good: Path, tmp_path: Path, gate: str, what: str,
     found = failures(run)
     assert [finding.name for finding in found] == [gate], found
     assert found[0].found and found[0].expected
+
+
+def test_a_fused_operator_stands_for_its_parts(good: Path, tmp_path: Path) -> None:
+    """Called on both sides, by the provider that the plan has for both parts."""
+    run = tmp_path / "run-1"
+    shutil.copytree(good, run)
+    rotates("cpu")(run)
+    assert failures(run) == []
 
 
 def test_every_gate_is_broken_somewhere() -> None:

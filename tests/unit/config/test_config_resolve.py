@@ -13,7 +13,7 @@ from rl_engine.config.codec import plan_digest, plan_from_json, plan_to_json
 from rl_engine.config.document import plan_document, profile_line
 from rl_engine.config.host import HostFacts, has_c_compiler
 from rl_engine.config.model_facts import pad_vocab
-from rl_engine.config.options import OPERATORS
+from rl_engine.config.options import FUSED_OPERATORS, OPERATORS
 from rl_engine.config.paths import REPOSITORY
 from rl_engine.config.preflight import check_inputs, refuse_unbuilt, wants_demo_model
 from rl_engine.config.resolve import KEPT_OURS
@@ -66,6 +66,9 @@ def test_what_config_may_not_import_is_equal_to_the_operators_room(monkeypatch):
     ops = pytest.importorskip("rl_engine.ops")
     library = pytest.importorskip("rl_engine.ops.library")
     assert set(ops.OPERATORS) == set(OPERATORS)
+    assert pytest.importorskip("rl_engine.ops.operators").FUSED == FUSED_OPERATORS
+    assert not set(FUSED_OPERATORS) & set(OPERATORS)
+    assert all(set(parts) <= set(OPERATORS) for parts in FUSED_OPERATORS.values())
     for path, cc in (
         (os.environ["PATH"], ""),
         ("/nowhere", ""),
