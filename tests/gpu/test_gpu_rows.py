@@ -17,7 +17,16 @@ from rl_engine.ops.rope import RopeTable
 from rl_engine.ops.weight import Weight
 from tests.helpers.gpu import differing, needs_gpu
 from tests.helpers.numeric import assert_bitwise, assert_close
-from tests.helpers.ops import bf16_randn, draw_keys, f32_randn, in_nan, make_weight, order_revealing, rope_table
+from tests.helpers.ops import (
+    bf16_randn,
+    draw_keys,
+    f32_randn,
+    hardest_square,
+    in_nan,
+    make_weight,
+    order_revealing,
+    rope_table,
+)
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
@@ -222,29 +231,30 @@ def test_many_equal_elements_fit(value: float) -> None:
     assert joined(tested.bins(grad.cuda())) == joined(reference.bins(grad))
 
 
-def _hardest(exponent: int, first: int, gap: int) -> float:
-    """The value 2^``exponent`` x [1, 2) whose square leaves the most to the next sum, of a window at ``first``."""
-
-    def left(significand: int) -> float:
-        square = significand * significand << 2 * (exponent - first)
-        return max(min(square % (1 << bits), -square % (1 << bits)) / (1 << bits) for bits in (gap, 2 * gap))
-
-    near_root = 11863283  # its square is 2^47
-    best = max((*range((1 << 24) - 4096, 1 << 24), *range(near_root - 2048, near_root + 2048)), key=left)
-    return math.ldexp(best, exponent - 150)
-
-
-@pytest.mark.parametrize("above", [0, 7, 14, 15, 32])
+@pytest.mark.parametrize("above", [0, 7, 18, 19, 20, 21, 38])
 def test_sums_hold_as_many_squares_as_they_may(above: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one program; the first step places the window around 1."""
+    """In one program, twice as often as it may without being emptied; the first step places the window around 1."""
     from rl_engine.ops.grad_norm import triton as code
 
     monkeypatch.setattr(code, "PROGRAMS", 1)
-    step, squares = code.ELEMENTS * code.LOADS, code.ADDENDS * code.ELEMENTS
-    first = 127 - (code.SPAN.value - code.ROOM.value)
-    grad = torch.full((squares,), _hardest(first + above, first, code.GAP.value), device="cuda")
+    step, squares = code.ELEMENTS * code.LOADS, code.ADDENDS.value * code.ELEMENTS
+    first = 127 - code.SPAN.value // 2
+    grad = torch.full((2 * squares + 3,), hardest_square(first + above, first, code.GAP.value), device="cuda")
     grad[:step] = 1.0
     assert joined(code.TritonNormBins().bins(grad)) == joined(provider("grad_norm", "reference").bins(grad.cpu()))
+
+
+@pytest.mark.parametrize("scale", [4.0, 12.0, 30.0])
+def test_windows_move_over_steps_of_mixed_scale(scale: float) -> None:
+    """Elements of one step fill several windows, and those of the largest exponents fit none; zeros between them."""
+    tested, reference = both("grad_norm")
+    grad = f32_randn(70_001, seed=1) * torch.exp(f32_randn(70_001, seed=2) * scale)
+    grad[::5] = 0.0
+    grad[:4096:3] = 3.4028234663852886e38
+    grad[4096:8192] = 1.0
+    grad[8000], grad[8001] = 1.4e-45, -3e38
+    grad = grad.nan_to_num(posinf=3e38, neginf=-3e38)
+    assert joined(tested.bins(grad.cuda())) == joined(reference.bins(grad))
 
 
 def test_draws_depend_on_identity_alone() -> None:

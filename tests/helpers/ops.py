@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -155,3 +156,15 @@ def assert_providers_agree(
             actual = run(operators("cpu"), call, inputs, weight=weight, dout=dout)
         assert_same(actual, expected, f"{what}, {count} threads")
     return expected
+
+
+def hardest_square(exponent: int, first: int, gap: int) -> float:
+    """The value 2^``exponent`` x [1, 2) whose square leaves the most to the next sum, of a window at ``first``."""
+
+    def left(significand: int) -> float:
+        square = significand * significand << 2 * (exponent - first)
+        return max(min(square % (1 << bits), -square % (1 << bits)) / (1 << bits) for bits in (gap, 2 * gap))
+
+    near_root = 11863283  # its square is 2^47
+    best = max((*range((1 << 24) - 4096, 1 << 24), *range(near_root - 2048, near_root + 2048)), key=left)
+    return math.ldexp(best, exponent - 150)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import struct
 from fractions import Fraction
 
 import pytest
@@ -13,7 +14,15 @@ from torch import Tensor
 from rl_engine.ops.adamw import AdamScalars
 from rl_engine.ops.grad_norm import NonFiniteGradient, clip_factor, joined, norm_from_bins
 from tests.helpers.numeric import assert_bitwise, assert_close
-from tests.helpers.ops import THREADS, differing, f32_randn, generator, kernel_threads, operators
+from tests.helpers.ops import (
+    THREADS,
+    differing,
+    f32_randn,
+    generator,
+    hardest_square,
+    kernel_threads,
+    operators,
+)
 
 LARGEST = 3.4028234663852886e38
 
@@ -78,6 +87,42 @@ def test_the_same_sum_in_other_bins_is_the_same_norm() -> None:
     assert joined(moved) == joined(bins) and norm_from_bins(moved) == norm_from_bins(bins)
     moved[112, 0] += 1
     assert joined(moved) != joined(bins), "the control: one unit more"
+
+
+def three_sums(x: float, count: int, first: int) -> int:
+    """``count`` squares of ``x`` as a thread of a GPU adds them into a window at exponent ``first``, in units of the
+    lowest sum: the bits of each sum, less those that it starts with."""
+    from rl_engine.ops.grad_norm.triton import GAP
+
+    def bits(value: float) -> int:
+        return int.from_bytes(struct.pack(">d", value), "big")
+
+    starts = [math.ldexp(1.5, 52 + 2 * first - 300 + GAP.value * place) for place in (0, 1, 2)]
+    low, middle, high = starts
+    square = x * x
+    for _ in range(count):
+        total = high + square
+        rest = square + (high - total)
+        second = middle + rest
+        low, middle, high = low + (rest + (middle - second)), second, total
+    sums = zip((low, middle, high), starts, strict=True)
+    return sum((bits(found) - bits(start)) << GAP.value * place for place, (found, start) in enumerate(sums))
+
+
+@pytest.mark.parametrize("first", [1, 90, 212])
+def test_a_gpus_three_sums_hold_as_many_squares_as_they_may(first: int) -> None:
+    """Exact at every exponent of a window for the worst significand; the control: several times as many are not."""
+    pytest.importorskip("triton")
+    from rl_engine.ops.grad_norm.triton import ADDENDS, GAP, LARGEST, SPAN
+
+    assert first <= LARGEST.value == 254 - GAP.value
+    wrong = 0
+    for above in range(SPAN.value):
+        x = hardest_square(first + above, first, GAP.value)
+        square = int(math.ldexp(x, 150 - first)) ** 2  # in units of the lowest sum
+        assert three_sums(x, ADDENDS.value, first) == ADDENDS.value * square, above
+        wrong += three_sums(x, 6 * ADDENDS.value, first) != 6 * ADDENDS.value * square
+    assert wrong > 0
 
 
 def test_bins_do_not_overflow_where_one_word_would() -> None:

@@ -4,8 +4,9 @@ A square of fp32 is exact in fp64. Each thread adds squares into three fp64 sums
 that of the smallest square that the sums take: what one sum rounds away is exact and goes to the next, and the lowest
 rounds nothing. A sum stays in one binade, so that its bits count units.
 
-The three take squares of SPAN exponents, a window. A step with others moves the window to its own largest; what still
-lies outside is added into its bins, one exponent after another.
+The three take squares of SPAN exponents, a window. A step with others moves the window to where its own fit; where no
+window holds all of them, it moves down over the step, as often as needed. What is too large for every window is added
+into its bins one exponent after another.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ from rl_engine.ops.triton_functions import launch, sum_integers
 
 # A sum starts at 1.5 2^52 units and must not move by more than 2^51. The highest gets at most ADDENDS squares below
 # 2^(2 SPAN + 46 - 2 GAP) units, the others ADDENDS remainders of at most 2^(GAP - 1) units: 2^50 and 2^51.
-ADDENDS, SPAN, GAP = 1 << 14, tl.constexpr(33), tl.constexpr(38)
-LARGEST = tl.constexpr(254 - 38)  # first exponent of the highest window: the highest sum's bin is GAP above
-ROOM = tl.constexpr(4)  # exponents from the largest of the step that moved the window to the window's end
+ADDENDS, SPAN, GAP = tl.constexpr(1 << 10), tl.constexpr(39), tl.constexpr(42)
+LARGEST = tl.constexpr(254 - 42)  # first exponent of the highest window: the highest sum's bin is GAP above
 ELEMENTS, LOADS, WARPS, PROGRAMS = 512, 8, 4, 528
 
 
@@ -66,7 +66,7 @@ def _close(lows, highs, bins, first, low, middle, high):
 @triton.jit
 def _add_to_bins(lows, highs, bins, magnitude, exponent):
     """Squares into their own bins, from the largest ``exponent`` down; those below zero are left out."""
-    significand = (magnitude & 0x7FFFFF) | tl.where(exponent > 0, 0x800000, 0)
+    significand = (magnitude & 0x7FFFFF) | 0x800000
     square = significand.to(tl.int64) * significand.to(tl.int64)
     current = tl.max(exponent, 0)
     while current >= 0:
@@ -105,8 +105,9 @@ def square_bins_kernel(grad, out, n, steps, programs, C: tl.constexpr, U: tl.con
     bins, inner = tl.arange(0, 256), tl.arange(0, C)
     row = out + tl.program_id(0).to(tl.int64) * 512 + bins * 2
     lows, highs = tl.load(row), tl.load(row + 1)
-    # The window: magnitudes in (least, most], none before the first step.
-    first, least, most = tl.full((), 1, tl.int32), tl.full((), 0, tl.int32), tl.full((), -1, tl.int32)
+    # The window: magnitudes in (least, most], none before the first step. held: squares in each sum.
+    first, held = tl.full((), 1, tl.int32), tl.full((), 0, tl.int32)
+    least, most = tl.full((), 0, tl.int32), tl.full((), -1, tl.int32)
     low, middle, high = _empty(first, 0, C), _empty(first, 1, C), _empty(first, 2, C)
     for step in range(tl.program_id(0), steps, programs):
         start = tl.full((), U * C, tl.int64) * step
@@ -118,18 +119,32 @@ def square_bins_kernel(grad, out, n, steps, programs, C: tl.constexpr, U: tl.con
         for i in tl.static_range(1, U):
             largest = tl.maximum(largest, _magnitude(xs[i]))
             smallest = tl.minimum(smallest, _less_one(_magnitude(xs[i])))
-        if tl.max(((largest > most) | (smallest < least.to(tl.uint32))).to(tl.int32), 0) > 0:
+        outside = tl.max(((largest > most) | (smallest < least.to(tl.uint32))).to(tl.int32), 0)
+        held += U
+        if (outside > 0) | (held > ADDENDS):
             lows, highs = _close(lows, highs, bins, first, low, middle, high)
-            first = tl.minimum(tl.maximum((tl.max(largest, 0) >> 23) - (SPAN - ROOM), 1), LARGEST)
-            least, most = tl.where(first == 1, 0, (first << 23) - 1), ((first + SPAN) << 23) - 1
-            low, middle, high = _empty(first, 0, C), _empty(first, 1, C), _empty(first, 2, C)
-            for again in range(U):
-                x = _load(grad, start + again * C + inner, n, EVEN)
-                magnitude = _magnitude(x)
-                inside = (magnitude > least) & (magnitude <= most)
-                outside = tl.where(inside | (magnitude == 0), -1, magnitude >> 23)
-                lows, highs = _add_to_bins(lows, highs, bins, magnitude, outside)
-                low, middle, high = _add(tl.where(inside, x, 0.0), low, middle, high)
+            top = tl.max(largest, 0)
+            upper, lower = top >> 23, (tl.min(smallest, 0) + 1).to(tl.int32) >> 23
+            first = tl.where(upper - lower < SPAN, (upper + lower - (SPAN - 1)) >> 1, upper - (SPAN - 1))
+            first = tl.minimum(tl.maximum(first, 1), LARGEST)
+            while top >= 0:  # the largest that is not added yet
+                least, most = tl.where(first == 1, 0, (first << 23) - 1), ((first + SPAN) << 23) - 1
+                low, middle, high = _empty(first, 0, C), _empty(first, 1, C), _empty(first, 2, C)
+                below = tl.full((C,), -1, tl.int32)
+                for again in range(U):
+                    x = _load(grad, start + again * C + inner, n, EVEN)
+                    magnitude = _magnitude(x)
+                    if top > most:
+                        above = tl.where(magnitude > most, magnitude >> 23, -1)
+                        lows, highs = _add_to_bins(lows, highs, bins, magnitude, above)
+                    inside = (magnitude > least) & (magnitude <= tl.minimum(most, top))
+                    low, middle, high = _add(tl.where(inside, x, 0.0), low, middle, high)
+                    below = tl.maximum(below, tl.where((magnitude > 0) & (magnitude <= least), magnitude, -1))
+                top = tl.max(below, 0)
+                if top >= 0:
+                    lows, highs = _close(lows, highs, bins, first, low, middle, high)
+                    first = tl.maximum((top >> 23) - (SPAN - 1), 1)
+            held = tl.full((), U, tl.int32)
         else:
             for i in tl.static_range(U):
                 low, middle, high = _add(xs[i], low, middle, high)
@@ -141,9 +156,8 @@ def square_bins_kernel(grad, out, n, steps, programs, C: tl.constexpr, U: tl.con
 class TritonNormBins(NormBinsProvider):
     def bins(self, *grads: Tensor) -> Tensor:
         step = ELEMENTS * LOADS
-        most = max(-(-grad.numel() // step) for grad in grads)
-        programs = max(min(most, PROGRAMS), -(-most * LOADS // ADDENDS), 1)
-        out = torch.zeros(programs, 256, 2, dtype=torch.int64, device=grads[0].device)
+        programs = min(max(-(-grad.numel() // step) for grad in grads), PROGRAMS)
+        out = torch.zeros(max(programs, 1), 256, 2, dtype=torch.int64, device=grads[0].device)
         for grad in grads:
             assert grad.is_contiguous() and grad.dtype == torch.float32
             n = grad.numel()
