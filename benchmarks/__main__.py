@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
         child.add_argument("--rounds", type=int, metavar="N", help="turns of every contestant (2; 5 with --full)")
         if name == "e2e":
             child.add_argument("--workspace", metavar="DIR", help="workspace of the run (the launcher's own default)")
-        elif name != "ops":
+        else:
             child.add_argument("--layers", type=int, metavar="N", help="cut the model to N layers")
         if name != "ops":
             default = "the demo model" if name == "e2e" else "random weights of SmolLM2-135M's shape"
