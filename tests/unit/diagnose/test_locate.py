@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl_engine.diagnose import locate
+from rl_engine.diagnose import locate, locate_cli
 from rl_engine.records.reader import RunReader
 from tests.helpers.synthetic_run import make_run
 
@@ -26,12 +26,12 @@ def test_first_token_of_a_run(tmp_path: Path) -> None:
 
 def test_records_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     native, equal = make_run(tmp_path / "n", "native"), make_run(tmp_path / "c")
-    assert locate.main([str(native), "--records-only", "--json"]) == 1
+    assert locate_cli.main([str(native), "--records-only", "--json"]) == 1
     body = json.loads(capsys.readouterr().out)
     assert body["token"]["position"] == 4 and body["operator"] is None and body["repeats_recorded_bits"] is None
-    assert locate.main([str(equal)]) == 0
+    assert locate_cli.main([str(equal)]) == 0
     assert "no divergence" in capsys.readouterr().out
-    assert locate.main([str(equal), str(native), "--records-only"]) == 1
+    assert locate_cli.main([str(equal), str(native), "--records-only"]) == 1
     assert "A train" in capsys.readouterr().out  # equal tokens and rollout logprobs, other train logprobs
 
 
@@ -39,12 +39,12 @@ def test_records_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     "line", [[], ["no-such-run"], ["a", "b", "c"], ["a", "--json", "--what"]], ids=lambda line: " ".join(line) or "none"
 )
 def test_mistakes_are_one_line(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert locate.main(line) == 2
+    assert locate_cli.main(line) == 2
     err = capsys.readouterr().err
     assert err.startswith("rlk-repro: found ") and err.count("\n") == 1
 
 
 def test_a_run_without_its_checkpoint_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert locate.main([str(make_run(tmp_path / "n", "native"))]) == 2
+    assert locate_cli.main([str(make_run(tmp_path / "n", "native"))]) == 2
     err = capsys.readouterr().err
     assert "cannot be computed again" in err and "--records-only" in err and err.count("\n") == 1
