@@ -8,9 +8,12 @@ from pathlib import Path
 
 from rl_engine.config.paths import PLACEHOLDER, REPOSITORY
 from rl_engine.config.plan import Plan
+from rl_engine.config.profile import BUNDLED, REFERENCE
 from rl_engine.config.resolve import ResolvedPlan
 from rl_engine.records.errors import UserError
 from rl_engine.records.sources import FOLDERS, lies_in_sources
+
+_DEMOS = f"--profile {REPOSITORY / BUNDLED['demo-gpu']} on a Hopper GPU, else cpu-smollm2.json beside it"
 
 
 def refuse_unbuilt(resolved: Sequence[ResolvedPlan]) -> None:
@@ -21,10 +24,12 @@ def refuse_unbuilt(resolved: Sequence[ResolvedPlan]) -> None:
     """
     plan = resolved[0].plan
     if plan.stack != "builtin":
+        chosen = resolved[0].profile
+        by_default = chosen.why.startswith(REFERENCE)  # nobody asked for that stack: a workspace was given
         raise UserError(
             f"--stack {plan.stack}",
             "stack builtin: this version plans the others but does not run them",
-            "--stack builtin",
+            _DEMOS if by_default else "--stack builtin",
         )
     if plan.backend == "rocm":
         raise UserError(

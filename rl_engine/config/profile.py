@@ -26,6 +26,8 @@ BUNDLED = {
     "demo-cpu": "configs/demo/cpu-smollm2.json",
 }
 
+REFERENCE = "bundled reference profile"
+
 Text = Annotated[str, StringConstraints(min_length=1)]
 Revision = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -177,7 +179,7 @@ def choose_profile(
     if workspace and host.gpu_kind is not None:
         name, why = (
             host.gpu_kind,
-            f"bundled reference profile: a workspace is given and this machine has a {host.gpu_kind} device",
+            f"{REFERENCE}: a workspace is given and this machine has a {host.gpu_kind} device",
         )
     elif host.gpu_kind is None:
         name, why = "demo-cpu", "bundled demo profile: this machine has no GPU"

@@ -63,6 +63,9 @@ def test_cuda_runs_plan_and_say_that_the_stack_is_not_built(cuda_host, capsys, l
     assert main(line.split()) == 2
     err = capsys.readouterr().err.splitlines()
     assert err[-1].startswith("rlk-repro: found --stack vime, expected")
+    assert err[-1].endswith("one-gpu.json on a Hopper GPU, else cpu-smollm2.json beside it"), (
+        "nobody asked for that stack"
+    )
     assert len(err) == 2  # the profile line and the refusal
 
 
