@@ -229,7 +229,7 @@ def test_replayed_graphs_have_the_same_bits(scene: Scene, settings: dict[str, An
     engine = rollout(scene.weights, operators(), **{"graph_sizes": EVERY_SIZE, **settings})
     check_samples(engine.generate(asked(scene.config), 0, SAMPLING), scene.samples)
     seen = engine.statistics
-    assert seen.replayed > 3 and seen.captured == len(engine.graphs.captured) > 0, seen
+    assert seen.replayed > 3 and seen.captured == len(engine.graphs.captured) > 0 and seen.foreseen > 0, seen
     again = engine.generate(asked(scene.config), 0, SAMPLING)
     check_samples(again, scene.samples)
     engine.memory.check()

@@ -65,3 +65,19 @@ class RememberedGraphs:
 
     def wait(self) -> None:
         return
+
+
+class LateGraphs(RememberedGraphs):
+    """A replay reads and computes nothing before the host waits for it: as late as a GPU may."""
+
+    def __init__(self) -> None:
+        self._started: list[Callable[[], None]] = []
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        replay = super().capture(run)
+        return lambda: self._started.append(replay)
+
+    def wait(self) -> None:
+        assert len(self._started) <= 1, "a pass began before the one in flight had ended"
+        while self._started:
+            self._started.pop()()

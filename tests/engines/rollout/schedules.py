@@ -15,12 +15,13 @@ from rl_engine.engines.rollout.builtin.memory import PagedMemory
 from rl_engine.engines.types import Request
 from rl_engine.models.weights import ModelWeights, random_weights
 from rl_engine.ops import Operators, uniform
-from tests.helpers.graphs import RememberedGraphs, WordsSample
+from tests.helpers.graphs import LateGraphs, RememberedGraphs, WordsSample
 from tests.helpers.models import copy_weights, prompts, qwen3, sampling
 from tests.helpers.numeric import assert_bitwise
 
 VOCABULARY = 1501
 POSITIONS = 160
+GRAPHS = {"graphs": RememberedGraphs, "late": LateGraphs}
 
 
 @functools.cache
@@ -30,19 +31,20 @@ def small_weights(seed: int = 0) -> ModelWeights:
 
 
 def providers(kind: str) -> Operators:
-    """``cpu``, or ``sdpa``: the same with torch's attention alone; ``graphs``: with a sampler that takes words."""
+    """``cpu``, or ``sdpa``: the same with torch's attention alone; ``graphs`` and ``late``: with a sampler that takes
+    words."""
     ops = Operators({**uniform("cpu"), "attention": "stock"} if kind == "sdpa" else uniform("cpu"))
-    if kind == "graphs":
+    if kind in GRAPHS:
         ops._providers["sample"] = WordsSample()
     return ops
 
 
 def make_engine(kind: str = "cpu", seed: int = 0, **settings: object) -> RolloutEngine:
-    """An engine on a copy of :func:`small_weights`; ``decode`` joins ids with dots. With ``graphs`` it replays passes
-    that :class:`RememberedGraphs` captured, of every size."""
+    """An engine on a copy of :func:`small_weights`; ``decode`` joins ids with dots. With ``graphs`` or ``late`` it
+    replays passes of every size that :class:`RememberedGraphs` or :class:`LateGraphs` captured."""
     weights = copy_weights(small_weights(seed))
     decode = lambda ids: "".join(f"{token}." for token in ids)  # noqa: E731
-    device = RememberedGraphs() if kind == "graphs" else None
+    device = GRAPHS[kind]() if kind in GRAPHS else None
     if device is not None:
         settings = {"graph_sizes": tuple(range(1, 65)), **settings}
     chosen = RolloutSettings(**settings)  # type: ignore[arg-type]
@@ -126,24 +128,35 @@ def poison(engine: RolloutEngine) -> None:
             tensor[free] = torch.nan
 
 
-def play(schedule: Schedule, kind: str = "cpu", seed: int = 0) -> dict[int, Output]:
-    """Outputs by job of those not cancelled; the books of the pool are checked after every pass."""
+def play(
+    schedule: Schedule,
+    kind: str = "cpu",
+    seed: int = 0,
+    jobs: Sequence[Job] | None = None,
+    engines: list[RolloutEngine] | None = None,
+) -> dict[int, Output]:
+    """Outputs by job of those not cancelled, :func:`mixed_jobs` or as many others; the books of the pool are checked
+    after every pass. ``engines`` takes what was played on."""
     outputs: dict[int, Output] = {}
     for rank in range(schedule.engines):
         engine = make_engine(kind, seed, **schedule.settings())
         mine = [i for i in range(len(mixed_jobs())) if i % schedule.engines == rank]
-        outputs.update(_play_engine(engine, schedule, mine))
+        outputs.update(_play_engine(engine, schedule, mine, jobs or mixed_jobs()))
+        if engines is not None:
+            engines.append(engine)
     return outputs
 
 
-def _play_engine(engine: RolloutEngine, schedule: Schedule, mine: Sequence[int]) -> dict[int, Output]:
+def _play_engine(
+    engine: RolloutEngine, schedule: Schedule, mine: Sequence[int], jobs: Sequence[Job]
+) -> dict[int, Output]:
     numbers: dict[int, int] = {}
     outputs: dict[int, Output] = {}
     tick = 0
     while tick <= max(schedule.arrivals) or engine.unfinished:
         for index in mine:
             if schedule.arrivals[index] == tick:
-                numbers[engine.add(mixed_jobs()[index])] = index
+                numbers[engine.add(jobs[index])] = index
         for number, index in list(numbers.items()):
             if schedule.cancels[index] == tick:
                 engine.cancel(number)

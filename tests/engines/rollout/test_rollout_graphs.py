@@ -4,6 +4,7 @@ computes on the memory that the capture saw (``tests/gpu/test_gpu_model.py`` has
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -11,9 +12,18 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
 
 from rl_engine.engines.rollout.builtin.engine import Job, Output, RolloutEngine, RolloutSettings, _gpu, fan_out
-from rl_engine.engines.rollout.builtin.graphs import CaptureFailed, DecodeGraphs, Inputs, captured_sizes
+from rl_engine.engines.rollout.builtin.graphs import (
+    Block,
+    CaptureFailed,
+    Common,
+    DecodeGraphs,
+    Inputs,
+    captured_sizes,
+)
+from rl_engine.engines.rollout.builtin.memory import PagedMemory
 from rl_engine.engines.snapshot import export_snapshot
 from rl_engine.models.placement import NonFiniteLogits
 from rl_engine.ops import Operators, uniform
@@ -68,6 +78,88 @@ def test_bits_do_not_depend_on_the_schedule(schedule: Schedule) -> None:
     """Arrivals, cancellations, preemption, filters, every page size: beside samples alone and without graphs."""
     for index, output in play(schedule, "graphs").items():
         assert_same(output, alone()[index], f"job {index}")
+
+
+@functools.cache
+def stopped_jobs() -> tuple[Job, ...]:
+    """:func:`plain_jobs` that often end before their length, by a token or by a text, or ask for raw logprobs."""
+    first, second, third = plain_jobs()[0], plain_jobs()[3], plain_jobs()[5]
+    stops = dataclasses.replace(first.sampling, stop_tokens=tuple(range(3, 150)))
+    return (
+        *(dataclasses.replace(job, sampling=stops) for job in plain_jobs()[:2]),
+        dataclasses.replace(plain_jobs()[2], raw=True),
+        dataclasses.replace(second, sampling=dataclasses.replace(second.sampling, stop_tokens=tuple(range(700, 900)))),
+        plain_jobs()[4],
+        dataclasses.replace(third, stop_strings=("17", "4.")),
+        plain_jobs()[6],
+    )
+
+
+def play_both(schedule: Schedule, kind: str) -> list[RolloutEngine]:
+    """:func:`stopped_jobs`, with graphs and without: the same outputs from the same decisions."""
+    engines, others = list[RolloutEngine](), list[RolloutEngine]()
+    found, expected = (play(schedule, k, jobs=stopped_jobs(), engines=e) for k, e in ((kind, engines), ("cpu", others)))
+    assert found.keys() == expected.keys()
+    for index, output in found.items():
+        assert_same(output, expected[index], f"job {index}")
+        assert (output.waited, output.preempted) == (expected[index].waited, expected[index].preempted)
+    assert [engine.log.entries for engine in engines] == [engine.log.entries for engine in others]
+    return engines
+
+
+@seed(2)
+@settings(QUIET, max_examples=12)
+@given(schedules(), st.sampled_from(["graphs", "late"]))
+def test_foreseen_passes_are_those_that_are_decided(schedule: Schedule, kind: str) -> None:
+    """Arrivals, cancellations, preemption, ends that nobody could foresee: the logs are equal, entry by entry."""
+    play_both(schedule, kind)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["shared at once", "shared later"])
+def test_passes_are_foreseen_under_ends_and_preemption(monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+    """The cases that the test above is about do happen."""
+    init = PagedMemory.__init__
+
+    def shares(self: PagedMemory, *options: object) -> None:
+        init(self, *options[:4], late)
+
+    monkeypatch.setattr(PagedMemory, "__init__", shares)
+    roomy = dataclasses.replace(TIGHT, slack=None, budget=10**6)
+    for schedule, least in ((TIGHT, 3), (roomy, 8), (dataclasses.replace(roomy, share_prefixes=False), 8)):
+        (engine,) = play_both(schedule, "late")
+        assert least < engine.statistics.foreseen <= engine.statistics.passes
+    reasons = [o.sample.finish_reason for o in play(roomy, "late", jobs=stopped_jobs()).values()]
+    assert set(reasons) == {"stop", "length"}
+
+
+def test_a_foreseen_pass_needs_the_stop_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: where those are not looked at before a foreseen pass, samples go on."""
+    jobs, of = list(stopped_jobs()[:2]), Common.of
+    expected = make_engine("late").run(jobs)
+    assert "stop" in {o.sample.finish_reason for o in expected}
+    monkeypatch.setattr(Common, "of", lambda *batch: dataclasses.replace(of(*batch), stops=frozenset()))
+    lengths = [
+        [len(o.sample.response_tokens) for o in outputs] for outputs in (make_engine("late").run(jobs), expected)
+    ]
+    assert sum(lengths[0]) > sum(lengths[1])
+
+
+def test_nothing_is_foreseen_where_a_sample_may_not_go_on() -> None:
+    """By length, a cancellation or a reload the next pass is decided anew."""
+    engine, other = (make_engine(kind) for kind in ("late", "cpu"))
+    for each in (engine, other):
+        for job in plain_jobs()[:3]:
+            each.add(job)
+        for _ in range(5):
+            each.step()
+        assert each.cancel(1)
+        each.step()
+        each.load_weights(export_snapshot(small_weights(1), 1))
+    check(engine.step(), other.step())
+    assert engine.log.entries == other.log.entries and engine.statistics.foreseen > 3
+    short = make_engine("late")
+    short.run([dataclasses.replace(plain_jobs()[0], sampling=dataclasses.replace(PLAIN, max_response_len=3))])
+    assert short.statistics.foreseen == 1, "the first of three is drawn by the prefill, the second by a decode"
 
 
 def test_a_tight_pool_replays_and_preempts() -> None:
@@ -133,7 +225,8 @@ def test_passes_that_are_launched() -> None:
     assert all(yes == all(pair == (1, 1) for pair in work) for work, yes in taken)
     assert {yes for _, yes in taken} == {True, False}
     assert any({(1, 1)} < set(work) for work, _ in taken), "no mixed pass"
-    assert engine.statistics.replayed < sum(yes for _, yes in taken), "the first of a kind is launched"
+    decodes = sum(yes for _, yes in taken) + engine.statistics.foreseen
+    assert engine.statistics.replayed < decodes, "the first of a kind is launched"
     few = make_engine("graphs", graph_sizes=(1, 2))
     check(few.run(plain_jobs()), without_graphs())
     assert few.statistics.replayed < few.statistics.passes // 2
@@ -256,6 +349,28 @@ def pads_on_live_pages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Inputs, "__init__", live)
 
 
+def stale_pages(patch: pytest.MonkeyPatch) -> None:
+    """A foreseen pass does not notice that a page begins."""
+    advance = Inputs.advance
+    patch.setattr(Inputs, "advance", lambda self, count: advance(self, count)[:0])
+
+
+def stale_tokens(patch: pytest.MonkeyPatch) -> None:
+    """A foreseen pass computes the tokens of the pass before again."""
+    complete = Inputs.complete
+
+    def same(self: Inputs, ids: list[int], opened: list[int], tables: list[list[int]]) -> None:
+        complete(self, self.block.host["ids"][: len(ids)].tolist(), opened, tables)
+
+    patch.setattr(Inputs, "complete", same)
+
+
+def unstaged(patch: pytest.MonkeyPatch) -> None:
+    """Inputs are written where a pass in flight may still read them."""
+    init = Block.__init__
+    patch.setattr(Block, "__init__", lambda self, device, shapes, staged=False: init(self, device, shapes))
+
+
 def run(engine: RolloutEngine) -> list[Output]:
     return engine.run(plain_jobs())
 
@@ -268,6 +383,9 @@ def run(engine: RolloutEngine) -> list[Output]:
         (stale_tables, run, {"page": 8}),
         (stale_rows, run, {}),
         (pads_on_live_pages, run, {"graph_sizes": (64,)}),
+        (stale_pages, run, {"page": 8}),
+        (stale_tokens, run, {}),
+        (unstaged, run, {}),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -278,11 +396,12 @@ def test_without_the_care_bits_change(
     changes: dict[str, object],
 ) -> None:
     """The controls: addresses kept over a reload or a growing pool, tables or rows not written anew, padding on a page
-    of a sample. What a stale address reads may be a page that nobody wrote, which is NaN."""
+    of a sample, foreseen passes without what was not known yet, inputs written while a pass may read them. What a stale
+    address reads may be a page that nobody wrote, which is NaN."""
     monkeypatch.setattr("rl_engine.engines.rollout.builtin.memory.EXPECTED", 1)
     expected = scene(make_engine(**{k: v for k, v in changes.items() if k != "graph_sizes"}))
     control(monkeypatch)
-    engine = make_engine("graphs", **changes)
+    engine = make_engine("late", **changes)
     try:
         found = scene(engine)
     except NonFiniteLogits:

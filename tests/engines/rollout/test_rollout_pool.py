@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 
+import numpy as np
 import pytest
 
 from rl_engine.engines.rollout.builtin.memory import PagedMemory
@@ -97,6 +99,7 @@ def test_hash_depends_on_everything_before() -> None:
     assert one != two
     assert block_hash(one, [3]) != block_hash(two, [3])
     assert block_hash(b"", [1, 256]) != block_hash(b"", [257, 0])
+    assert block_hash(one, [5, 2**40]) == hashlib.sha256(one + np.array([5, 2**40], dtype="<i8").tobytes()).digest()
 
 
 @pytest.mark.parametrize(("late", "count", "shared"), [(True, 1, 0), (True, 16, 0), (True, 17, 1), (False, 1, 1)])

@@ -14,16 +14,17 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
+from itertools import chain
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from rl_engine.engines.rollout.builtin.graphs import DecodeGraphs, GraphDevice, captured_sizes, one_temperature
+from rl_engine.engines.rollout.builtin.graphs import Common, DecodeGraphs, GraphDevice, captured_sizes
 from rl_engine.engines.rollout.builtin.log import Added, Cancelled, Entry, Loading, Pass, ReplayMismatch, SchedulerLog
 from rl_engine.engines.rollout.builtin.memory import DenseMemory, Memory, PagedMemory
 from rl_engine.engines.rollout.builtin.passes import PassLog
-from rl_engine.engines.rollout.builtin.scheduler import Scheduler
+from rl_engine.engines.rollout.builtin.scheduler import Foreseen, Scheduler
 from rl_engine.engines.rollout.builtin.sequence import Job, Output, RolloutSettings, Sequence
 from rl_engine.engines.snapshot import load_snapshots
 from rl_engine.engines.types import Request, Sample, SamplingSettings, WeightSnapshot, pack_retained
@@ -47,9 +48,10 @@ STOP_MARGIN = 8  # tokens searched for a stop string beyond its own bytes
 @dataclasses.dataclass
 class Statistics:
     """Sums since the engine started; ``worst_wait`` in passes, ``replayed`` passes that were graphs, of which
-    ``captured`` were made."""
+    ``captured`` were made; ``foreseen`` passes were laid out while the one before was computed."""
 
     passes: int = 0
+    foreseen: int = 0
     replayed: int = 0
     captured: int = 0
     prefill_tokens: int = 0
@@ -110,6 +112,8 @@ class RolloutEngine:
         self._arrivals = 0
         self._outputs: list[Output] = []
         self._script: deque[Entry] | None = None
+        self._foreseen: Foreseen | None = None
+        self._common: Common | None = None
         self._prepare()
 
     def _new_memory(self, scratch: bool) -> Memory:
@@ -256,7 +260,7 @@ class RolloutEngine:
         done: dict[int, Output] = {}
         others: list[Output] = []
         try:
-            while any(s.number in mine for s in (*self.scheduler.running, *self.scheduler.waiting)):
+            while any(s.number in mine for s in chain(self.scheduler.running, self.scheduler.waiting)):
                 before = len(done)
                 for output in self.step():
                     if output.number in mine:
@@ -316,11 +320,12 @@ class RolloutEngine:
         """One forward pass, the draws of samples that are caught up, and goodbye to those that are done."""
         try:
             with torch.no_grad():
-                work, entry = self._decide(begun_only)
+                foreseen, self._foreseen = self._foreseen, None
+                work, entry = self._decide(begun_only, foreseen)
                 if self.passes is not None:
                     self.passes.decided(work, entry, self.scheduler.waiting, self.memory, self.version)
                 replayed = self.statistics.replayed
-                ready = self._decode_by_graph(work)
+                ready = self._decode_by_graph(work, foreseen)
                 if ready is None:
                     ready, hidden = self._compute(work)
                     self._draw_all(ready, hidden)
@@ -329,14 +334,16 @@ class RolloutEngine:
             # Announced pages may hold nothing: what is in flight cannot be trusted.
             self._abandon()
             raise
-        self.log.append(dataclasses.replace(entry, finished=tuple(sequence.number for sequence in finished)))
+        if finished:
+            entry = dataclasses.replace(entry, finished=tuple(sequence.number for sequence in finished))
+        self.log.append(entry)
         if self.passes is not None:
             self.passes.computed(finished, self.statistics.replayed > replayed)
         self.statistics.passes += 1
 
-    def _decide(self, begun_only: bool) -> tuple[list[tuple[Sequence, int]], Pass]:
+    def _decide(self, begun_only: bool, foreseen: Foreseen | None) -> tuple[list[tuple[Sequence, int]], Pass]:
         if self._script is None:
-            return self.scheduler.decide(begun_only)
+            return self.scheduler.decide(begun_only, foreseen)
         entry = self._script.popleft() if self._script else None
         if not isinstance(entry, Pass):
             raise ReplayMismatch(f"a pass is due, the log has {entry}")
@@ -362,22 +369,44 @@ class RolloutEngine:
                 rows.append(row)
         return ready, hidden if len(rows) == hidden.shape[0] else hidden[torch.tensor(rows, dtype=torch.int64)]
 
-    def _decode_by_graph(self, work: list[tuple[Sequence, int]]) -> list[Sequence] | None:
+    def _decode_by_graph(self, work: list[tuple[Sequence, int]], foreseen: Foreseen | None) -> list[Sequence] | None:
         """A whole pass, draws too, that is one new token of every sample; None where it is another, or there are no
         graphs."""
-        if self.graphs is None or not self.graphs.take(work):
+        graphs = self.graphs
+        if graphs is None:
             return None
-        ready = [sequence for sequence, _ in work]
-        found = self.graphs.run(ready, one_temperature(ready, self.weights.config.vocabulary))
-        for sequence in ready:
-            sequence.computed += 1
-        self.statistics.replayed, self.statistics.captured = self.graphs.replayed, len(self.graphs.captured)
+        if foreseen is not None and foreseen.holds(work):
+            ready = foreseen.batch
+        elif graphs.take(work):
+            ready = [sequence for sequence, _ in work]
+        else:
+            return None
+        common = self._common
+        if common is None or common.batch is not ready:
+            common = self._common = Common.of(ready, self.weights.config.vocabulary)
+        found = graphs.run(ready, common.temperature, lambda: self._computed(common))
         if isinstance(found, Tensor):
             self._draw_all(ready, found)
         else:
             tokens, logprobs = found
-            self._append(ready, refuse_nan(tokens), logprobs, logprobs, None)
+            if min(tokens) < 0:
+                refuse_nan(torch.tensor(tokens))
+            self._append(ready, tokens, logprobs, logprobs if common.raw else None, None)
         return ready
+
+    def _computed(self, common: Common) -> None:
+        """While a captured pass is computed: the books behind it, and the next pass as far as it can be known, to be
+        replayed as soon as the tokens are there."""
+        graphs, totals, batch = self.graphs, self.statistics, common.batch
+        assert graphs is not None
+        for sequence in batch:
+            sequence.computed += 1
+        totals.replayed, totals.captured, totals.foreseen = graphs.replayed, len(graphs.captured), graphs.foreseen
+        if common.temperature is None or self._script is not None:
+            return
+        foreseen = self.scheduler.foresee(batch)
+        if foreseen is not None and graphs.advance(batch, common.temperature):
+            self._foreseen = foreseen
 
     def _draw_all(self, ready: list[Sequence], hidden: Tensor) -> None:
         """The next tokens of samples from hidden bf16 [R, H], group by group."""
@@ -392,29 +421,41 @@ class RolloutEngine:
             DrawKey(sampling.seed, first.step, s.job.request.prompt, s.job.request.sample, len(s.tokens)) for s in ready
         ]
         drawn = self.decoder.draw(hidden, sampling.temperature, sampling.top_k, sampling.top_p, keys)
-        raw = drawn.logprobs
-        if any(s.job.raw for s in ready) and (sampling.temperature != 1.0 or drawn.mask is not None):
-            raw = self.decoder.raw_logprobs(hidden, drawn.tokens)
-        self._append(ready, drawn.tokens, drawn.logprobs, raw, drawn.mask)
+        logprobs = drawn.logprobs.tolist()
+        raw = logprobs if any(s.job.raw for s in ready) else None
+        if raw is not None and (sampling.temperature != 1.0 or drawn.mask is not None):
+            raw = self.decoder.raw_logprobs(hidden, drawn.tokens).tolist()
+        self._append(ready, drawn.tokens.tolist(), logprobs, raw, drawn.mask)
 
     def _append(
-        self, ready: list[Sequence], tokens: Tensor, logprobs: Tensor, raw: Tensor, mask: Tensor | None
+        self,
+        ready: list[Sequence],
+        tokens: list[int],
+        logprobs: list[float],
+        raw: list[float] | None,
+        mask: Tensor | None,
     ) -> None:
-        """Drawn tokens int64 [R], their logprobs fp32 [R] and those at temperature 1, packed retained sets if any."""
-        vocabulary = self.weights.config.vocabulary
-        bits = None if mask is None else mask.cpu().numpy()
-        values = zip(ready, tokens.tolist(), logprobs.tolist(), raw.tolist(), strict=True)
-        for row, (sequence, token, logprob, raw_logprob) in enumerate(values):
+        """Drawn tokens, their fp32 logprobs, those at temperature 1 where one asks for them, packed retained sets uint8
+        [R, ceil(V / 8)] if any."""
+        version = self.version
+        for sequence, token, logprob in zip(ready, tokens, logprobs, strict=True):
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
-            sequence.raw_logprobs.append(raw_logprob)
-            sequence.versions.append(self.version)
-            if bits is not None:
-                sequence.retained.append(pack_retained(bits[row], vocabulary))
+            sequence.versions.append(version)
+        if raw is not None:
+            for sequence, logprob in zip(ready, raw, strict=True):
+                if sequence.job.raw:
+                    sequence.raw_logprobs.append(logprob)
+        if mask is not None:
+            vocabulary = self.weights.config.vocabulary
+            for sequence, bits in zip(ready, mask.cpu().numpy(), strict=True):
+                sequence.retained.append(pack_retained(bits, vocabulary))
         self.generated_tokens += len(ready)
 
     def _retire(self, ready: list[Sequence]) -> list[Sequence]:
         """Hands out what is done."""
+        if self._surely_goes_on(ready):
+            return []
         ended = [(s, reason) for s in ready if (reason := self._end(s)) is not None]
         for sequence, reason in ended:
             self.scheduler.remove(sequence)
@@ -426,6 +467,12 @@ class RolloutEngine:
             totals.shared_tokens += sequence.shared_tokens
             totals.worst_wait = max(totals.worst_wait, sequence.waited)
         return [sequence for sequence, _ in ended]
+
+    def _surely_goes_on(self, ready: list[Sequence]) -> bool:
+        """The next pass is foreseen, so nobody ends by length; nor by a token."""
+        if self._foreseen is None or self._common is None or self._common.stops is None:
+            return False
+        return self._common.stops.isdisjoint([sequence.tokens[-1] for sequence in ready])
 
     def _end(self, sequence: Sequence) -> str | None:
         """``stop``, ``length``, or None while there is more to draw."""
@@ -440,6 +487,7 @@ class RolloutEngine:
         return "length" if sequence.responses >= sampling.max_response_len else None
 
     def _abandon(self) -> None:
+        self._foreseen = None
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
             self.scheduler.remove(sequence)
         self.memory.forget()

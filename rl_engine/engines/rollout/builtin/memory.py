@@ -49,6 +49,10 @@ class Memory(Protocol):
     def extend(self, sequence: Sequence, count: int) -> bool:
         """Room for ``count`` more tokens; False, and nothing taken, where the pool has none."""
 
+    def touches(self, position: int) -> bool:
+        """Whether a token at ``position`` begins a page or fills one; for others :meth:`extend` and :meth:`announce` by
+        one token do nothing."""
+
     def announce(self, sequence: Sequence, count: int) -> None:
         """The next pass surely computes ``count`` tokens of the sample: pages that become full can be shared, at once
         or from the pass behind it on."""
@@ -166,6 +170,9 @@ class PagedMemory:
             table.append(page)
         return True
 
+    def touches(self, position: int) -> bool:
+        return (position + 1) % self.page < 2
+
     def announce(self, sequence: Sequence, count: int) -> None:
         page = self.page
         first, last = sequence.computed // page, (sequence.computed + count) // page
@@ -232,6 +239,9 @@ class DenseMemory:
 
     def extend(self, sequence: Sequence, count: int) -> bool:
         return True
+
+    def touches(self, position: int) -> bool:
+        return False
 
     def announce(self, sequence: Sequence, count: int) -> None:
         return

@@ -8,10 +8,9 @@ when no page is free. Every choice follows from the order of calls alone, so tha
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-
-import numpy as np
 
 
 class PoolCorrupt(AssertionError):
@@ -20,7 +19,7 @@ class PoolCorrupt(AssertionError):
 
 def block_hash(previous: bytes, tokens: Sequence[int]) -> bytes:
     """SHA-256 of a page's tokens and of everything before them; ``previous`` is the hash of the page before."""
-    return hashlib.sha256(previous + np.asarray(tokens, dtype="<i8").tobytes()).digest()
+    return hashlib.sha256(previous + struct.pack(f"<{len(tokens)}q", *tokens)).digest()
 
 
 class PagePool:

@@ -67,7 +67,9 @@ class Job:
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """``tokens`` are known, the keys of the first ``computed`` are in the cache. ``number`` is the order of arrival."""
+    """``tokens`` are known, the keys of the first ``computed`` are in the cache. ``number`` is the order of arrival.
+    ``raw_logprobs`` has what the job asks for; ``queued`` is how many passes had been decided when the queue took it.
+    """
 
     number: int
     job: Job
@@ -77,6 +79,7 @@ class Sequence:
     raw_logprobs: list[float] = dataclasses.field(default_factory=list)
     retained: list[RetainedRow] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
+    queued: int = 0
     waited: int = 0
     preempted: int = 0
     restarted: int = 0
@@ -95,6 +98,11 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens to compute before the next draw."""
         return len(self.tokens) - self.computed
+
+    @property
+    def on_last(self) -> bool:
+        """The next token drawn ends the sample."""
+        return self.responses + 1 >= self.job.sampling.max_response_len
 
     def hash_of(self, block: int, page: int) -> bytes:
         """Identity of the page ``block`` of ``page`` tokens, which must all be known."""
