@@ -12,7 +12,7 @@ from rl_engine.checks.doctor_ask import ask, judged, passed
 from rl_engine.checks.finding import Finding
 from rl_engine.config.git import inspect
 from rl_engine.config.model_facts import read_model_facts
-from rl_engine.config.paths import PATH_NAMES, PLACEHOLDER
+from rl_engine.config.paths import INSTALLED, PATH_NAMES, PLACEHOLDER, REPOSITORY
 from rl_engine.config.preflight import wants_demo_model
 from rl_engine.config.profile import Repository
 from rl_engine.config.resolve import ResolvedPlan
@@ -78,6 +78,10 @@ def _checkout(resolved: ResolvedPlan, name: str, repository: Repository | None, 
     flag = f"--{name.replace('_', '-')}-root"
     if not root or PLACEHOLDER in root:
         yield Finding(label, "FAIL", "no path", "a checkout", f"{flag} DIR")
+        return
+    if INSTALLED and Path(root) == REPOSITORY:
+        found, hint = f"{root}: an installed package", "run it from a clone, so that a run's records name a revision"
+        yield Finding(label, "WARN", found, "a git checkout", hint)
         return
     revision = None if repository is None else getattr(repository.revisions, resolved.plan.mode)
     state = inspect(Path(root), repository, revision)

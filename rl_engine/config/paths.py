@@ -15,7 +15,9 @@ from pathlib import Path
 
 from rl_engine.records.errors import UserError
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = Path(__file__).resolve().parents[1]
+REPOSITORY = PACKAGE.parent  # the checkout, or the folder in which a wheel was installed
+INSTALLED = (PACKAGE / "configs").is_dir()  # a wheel carries the profiles inside the package, a checkout beside it
 PLACEHOLDER = "edit me"
 SITE_SECONDS = 10.0
 
@@ -71,6 +73,11 @@ class Value:
     value: str | int | float | bool | None
     source: str
     origin: str
+
+
+def bundled(name: str) -> Path:
+    """The file of a bundled profile, in a checkout and in a wheel; ``name`` is its path in the repository."""
+    return (PACKAGE if INSTALLED else REPOSITORY) / name
 
 
 def absolute(text: str, base: Path) -> str:
@@ -200,7 +207,7 @@ class PathResolver:
                 os.path.join(str(site), "nvidia", "cuda_runtime") if site else None
             ), "<runtime-site>/nvidia/cuda_runtime"
         if name == "rl_kernel_root":
-            return str(REPOSITORY), "this checkout"
+            return str(REPOSITORY), "the installed package" if INSTALLED else "this checkout"
         if name == "model_root" and self._demo_model:
             return os.path.join(workspace, "models", self._demo_model), f"<workspace>/models/{self._demo_model}"
         if name == "ref_load" and self._done["model_root"].value:

@@ -6,14 +6,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl_engine.config.paths import PLACEHOLDER, REPOSITORY
+from rl_engine.config.paths import PLACEHOLDER, REPOSITORY, bundled
 from rl_engine.config.plan import Plan
 from rl_engine.config.profile import BUNDLED, REFERENCE
 from rl_engine.config.resolve import ResolvedPlan
 from rl_engine.records.errors import UserError
 from rl_engine.records.sources import FOLDERS, lies_in_sources
 
-_DEMOS = f"--profile {REPOSITORY / BUNDLED['demo-gpu']} on a Hopper GPU, else cpu-smollm2.json beside it"
+_DEMOS = f"--profile {bundled(BUNDLED['demo-gpu'])} on a Hopper GPU, else cpu-smollm2.json beside it"
 
 
 def refuse_unbuilt(resolved: Sequence[ResolvedPlan]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,7 +14,7 @@ from pydantic import Field, StringConstraints
 
 from rl_engine.config.host import HostFacts
 from rl_engine.config.options import BY_NAME, OPERATORS, OPTIONS, Scalar, nearest
-from rl_engine.config.paths import PATH_NAMES, PER_MODE_KEYS, REPOSITORY
+from rl_engine.config.paths import PATH_NAMES, PER_MODE_KEYS, REPOSITORY, bundled
 from rl_engine.numerics.contract import CONTRACT_VERSION
 from rl_engine.records.errors import UserError
 
@@ -168,10 +169,12 @@ def choose_profile(
         UserError: no such file, not JSON, or a profile that breaks the schema.
     """
     if flag:
-        return LoadedProfile(read_profile(Path(flag)), Path(flag).resolve(), "--profile")
+        named = _named(flag)
+        return LoadedProfile(read_profile(named), named.resolve(), "--profile")
     variable = env.get("RLK_REPRO_PROFILE")
     if variable:
-        return LoadedProfile(read_profile(Path(variable)), Path(variable).resolve(), "RLK_REPRO_PROFILE")
+        named = _named(variable)
+        return LoadedProfile(read_profile(named), named.resolve(), "RLK_REPRO_PROFILE")
     for folder, why in ((cwd, "working directory"), (REPOSITORY, "repository")):
         local = folder / LOCAL_PROFILE
         if local.is_file():
@@ -190,8 +193,14 @@ def choose_profile(
         name, why = "demo-cpu", f"bundled demo profile of a CPU: {host.refused}; {asked}"
     else:
         name, why = "demo-gpu", "bundled demo profile: this machine has a GPU"
-    file = REPOSITORY / BUNDLED[name]
+    file = bundled(BUNDLED[name])
     return LoadedProfile(read_profile(file), file, why)
+
+
+def _named(text: str) -> Path:
+    """The file that somebody named; ``configs/...`` names a bundled profile from any folder, in a wheel too."""
+    file = Path(text)
+    return bundled(text) if text in BUNDLED.values() and not os.path.lexists(file) else file
 
 
 def read_profile(file: Path) -> Profile:

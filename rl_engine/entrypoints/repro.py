@@ -294,10 +294,13 @@ def _forward(verb: str, rest: list[str]) -> int:
     if verb == "bench":
         import subprocess
 
-        from rl_engine.config.paths import REPOSITORY
+        from rl_engine.config.paths import INSTALLED, REPOSITORY
         from rl_engine.records.errors import UserError
 
-        if not (REPOSITORY / "benchmarks" / "__main__.py").is_file():
+        if INSTALLED or not (REPOSITORY / "benchmarks" / "__main__.py").is_file():
+            if {"-h", "--help"} & set(rest[:1]):
+                print("usage: rlk-repro bench ...\n\nSide-by-side benchmarks; they need a clone of the repository.")
+                return 0
             raise UserError("bench", "a checkout with benchmarks/", "run it from a clone of the repository")
         if {"-h", "--help"} & set(rest[:1]):
             sys.path.insert(0, str(REPOSITORY))
