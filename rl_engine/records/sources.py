@@ -25,6 +25,7 @@ def source_record(name: str, root: Path, folders: Sequence[str] = FOLDERS) -> So
     """State of a source tree: git revision, whether it is dirty, and a SHA-256 over its uncommitted changes.
 
     Every change of a tracked file counts, and every untracked file that is source (:func:`is_source`) and not ignored.
+    A tracked file that git was told not to look at (assume-unchanged, skip-worktree) counts as changed where it is.
     Outside git, without it, or where a foreign repository merely lies around the tree, the revision is None and
     ``diff_hash`` covers every source file.
 
@@ -47,10 +48,22 @@ def uncommitted(root: Path, folders: Sequence[str] = FOLDERS) -> list[str] | Non
         return None
     changed = _git(root, "diff", "--name-only", "-z", "--relative", "--no-renames", "--no-ext-diff", "HEAD", "--", ".")
     untracked = _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", ".")
-    if changed is None or untracked is None:
+    tagged = _git(root, "ls-files", "-v", "-z", "--", ".")
+    if changed is None or untracked is None or tagged is None:
         return None
-    fresh = (path for path in _names(untracked) if is_source(PurePath(path), folders))
-    return sorted({*_names(changed), *fresh})
+    fresh = (path for name in _names(untracked) for path in _files(root, name) if is_source(PurePath(path), folders))
+    unseen = (name[2:] for name in _names(tagged) if name[0] == "S" or name[0].islower())
+    return sorted({*_names(changed), *fresh, *(name for name in unseen if os.path.lexists(root / name))})
+
+
+def _files(root: Path, name: str) -> Iterator[str]:
+    """An untracked file; of a repository of its own, which git names as a folder, all files."""
+    if not name.endswith("/"):
+        yield name
+        return
+    for base, below, files in os.walk(root / name):
+        below[:] = [folder for folder in below if _is_kept(PurePath(folder))]
+        yield from (os.path.relpath(os.path.join(base, file), root) for file in files)
 
 
 def is_source(path: PurePath, folders: Sequence[str] = FOLDERS) -> bool:
@@ -114,7 +127,10 @@ def _git(root: Path, *arguments: str) -> bytes | None:
 
     A foreign checkout must not run its own configured programs when we only look at it, nor have its index rewritten.
     """
-    settings = ("core.fsmonitor=false", "core.hooksPath=/dev/null", "diff.autoRefreshIndex=true")
+    settings = (
+        *("core.fsmonitor=false", "core.hooksPath=/dev/null", "diff.autoRefreshIndex=true"),
+        *("core.trustctime=true", "core.checkStat=default"),  # else an edit of equal size and time would be none
+    )
     command = ["git", *(word for setting in settings for word in ("-c", setting)), "-C", str(root), *arguments]
     env = {key: value for key, value in os.environ.items() if key not in _ELSEWHERE} | {"GIT_OPTIONAL_LOCKS": "0"}
     try:

@@ -9,4 +9,4 @@ from rl_engine.checks.gates.passes import PASS_GATES
 from rl_engine.checks.gates.samples import SAMPLE_GATES
 from rl_engine.checks.gates.weights import WEIGHT_GATES
 
-GATES: tuple[Gate, ...] = (*LIFECYCLE_GATES, *SAMPLE_GATES, *ENGINE_GATES, *PASS_GATES, *WEIGHT_GATES)
+GATES: tuple[Gate, ...] = (*LIFECYCLE_GATES, *SAMPLE_GATES, *ENGINE_GATES, *WEIGHT_GATES, *PASS_GATES)

@@ -176,6 +176,20 @@ def copied(name: str) -> Break:
     return lambda run: shutil.copy(run / PASSES, run / "passes" / name) and None
 
 
+def with_tokens(rows: list[dict[str, Any]], number: int, more: int) -> None:
+    """More tokens in every pass of a line, and as many less in the one before it: the sums stay."""
+    rows[number]["tokens"] += more
+    rows[number - 1]["tokens"] -= more * rows[number]["passes"]
+
+
+def with_order(rows: list[dict[str, Any]], order: list[int]) -> None:
+    """Other lines first, with the numbers that they would have there."""
+    rows[:] = [rows[number] for number in order]
+    first = 0
+    for row in rows:
+        row["first"], first = first, first + row["passes"]
+
+
 def rotates(provider: str, files: tuple[str, ...] = (TRAINER, ENGINE)) -> Break:
     """A run whose plan has RoPE by ``cpu`` too, and in ``files`` QK norm and RoPE called as one, by ``provider``."""
 
@@ -290,6 +304,16 @@ BREAKS: list[tuple[str, str, Break]] = [
     ("passes", "from a graph", line_of(3, execution="graph")),
     ("passes", "of a stranger", copied("engine7.jsonl")),
     ("passes", "of no attempt", copied("engine0.attempt-1.jsonl")),
+    ("passes", "no folder", lambda run: shutil.rmtree(run / "passes")),
+    ("passes", "with old weights", line_of(5, weight_version=0)),
+    (
+        "passes",
+        "behind the last step",
+        edit_lines(PASSES, lambda rows: rows.append(rows[-1] | {"first": 10, "step": 2})),
+    ),
+    ("passes", "many of prompts", line_of(3, prefill=1)),
+    ("passes", "many of more tokens", edit_lines(PASSES, lambda rows: with_tokens(rows, 3, 1))),
+    ("passes", "steps that go back", edit_lines(PASSES, lambda rows: with_order(rows, [4, 5, 6, 7, 0, 1, 2, 3]))),
     ("weight_versions", "sample", edit_batch(with_sample(weight_version=0), follow=True)),
     ("weight_versions", "step", edit_lines("steps.jsonl", lambda rows: rows[1].update(weight_version=0))),
     ("replicas", "other bits", edit_lines("events.jsonl", lambda rows: rows[1]["fields"].update(digest="0" * 64))),
@@ -368,6 +392,7 @@ def test_a_run_of_earlier_code_has_no_passes(good: Path, tmp_path: Path) -> None
     run = tmp_path / "run-1"
     shutil.copytree(good, run)
     shutil.rmtree(run / "passes")
+    edit_lines("events.jsonl", lambda rows: [row["fields"].pop("passes", None) for row in rows] and None)(run)
     findings = {finding.name: finding for finding in run_validation(run)}
     assert findings["passes"].status == "PASS" and "none logged" in findings["passes"].found
     assert failures(run) == []
@@ -422,6 +447,15 @@ def test_a_resumed_run_passes_and_needs_the_counts_of_every_attempt(tmp_path: Pa
     (run / "passes/engine0.attempt-1.jsonl").unlink()
     (finding,) = failures(run)
     assert finding.name == "passes" and "step 1 of engine engine0: 0 samples finished" in finding.found
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_an_attempt_logs_passes_of_one_step_more_than_it_finished(tmp_path: Path, step: int) -> None:
+    run = make_run(tmp_path / "run-1", killed_after=1, rollouts=3)
+    begun = {"first": 5, "step": step, "weight_version": step}
+    edit_lines(PASSES, lambda rows: rows.append(rows[0] | begun))(run)
+    found = [finding.found for finding in failures(run)]
+    assert found == ([] if step == 1 else ["engine engine0, attempt 0: never reached step 2"])
 
 
 def test_an_attempt_without_a_step_needs_no_counts(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path, PurePath
 
@@ -132,6 +133,56 @@ def test_the_words_of_a_checkout(tmp_path: Path) -> None:
     assert dirty.dirty and dirty.revision == clean.revision and dirty.diff_hash
     assert uncommitted(tmp_path) == ["README.md", "rl_engine/new.py"]
     assert uncommitted(tmp_path, (*FOLDERS, "benchmarks")) == ["README.md", "benchmarks/new.py", "rl_engine/new.py"]
+
+
+@pytest.mark.parametrize("flag", ["--assume-unchanged", "--skip-worktree"])
+def test_an_edit_that_git_was_told_not_to_see(tmp_path: Path, flag: str) -> None:
+    for name, text in FILES.items():
+        write(tmp_path, name, text)
+    commit(tmp_path)
+    git(tmp_path, "update-index", flag, "rl_engine/__init__.py")
+    seen = [record(tmp_path)]
+    write(tmp_path, "rl_engine/__init__.py", "edited = True\n")
+    seen.append(record(tmp_path))
+    assert all(state.dirty for state in seen) and seen[0] != seen[1]
+    assert uncommitted(tmp_path) == ["rl_engine/__init__.py"]
+
+
+def test_a_sparse_checkout_is_clean(tmp_path: Path) -> None:
+    for name, text in FILES.items():
+        write(tmp_path, name, text)
+    commit(tmp_path)
+    git(tmp_path, "update-index", "--skip-worktree", "README.md")
+    (tmp_path / "README.md").unlink()
+    assert not record(tmp_path).dirty
+
+
+def test_a_repository_among_the_sources(tmp_path: Path) -> None:
+    for name, text in FILES.items():
+        write(tmp_path, name, text)
+    commit(tmp_path)
+    for name in ("rl_engine/own/a.py", "rl_engine/own/notes.txt", "rl_engine/own/.hidden/a.py", "runs/own/a.py"):
+        write(tmp_path, name, "1\n")
+    for folder in ("rl_engine/own", "runs/own"):
+        git(tmp_path / folder, "init", "-q")
+    assert uncommitted(tmp_path) == ["rl_engine/own/a.py"]
+    before = record(tmp_path)
+    write(tmp_path, "rl_engine/own/a.py", "2\n")
+    assert record(tmp_path) != before and before.dirty
+
+
+def test_an_edit_of_equal_size_and_time(tmp_path: Path) -> None:
+    for name, text in FILES.items():
+        write(tmp_path, name, text)
+    write(tmp_path, "rl_engine/ops/old.py", "x = 1\n")
+    os.utime(tmp_path / "rl_engine/ops/old.py", (1, 1))
+    commit(tmp_path)
+    git(tmp_path, "config", "core.checkStat", "minimal")
+    git(tmp_path, "config", "core.trustctime", "false")
+    time.sleep(1.1)  # a git may know no parts of a second
+    write(tmp_path, "rl_engine/ops/old.py", "x = 2\n")
+    os.utime(tmp_path / "rl_engine/ops/old.py", (1, 1))
+    assert uncommitted(tmp_path) == ["rl_engine/ops/old.py"]
 
 
 @pytest.mark.parametrize("ignored", [True, False])
