@@ -269,14 +269,17 @@ def test_pool_gives_pages_back_and_refuses_more_than_it_has() -> None:
 def test_choice_of_a_decode_form() -> None:
     """On 132 multiprocessors, for 8 KV heads."""
     pytest.importorskip("triton")
-    from rl_engine.ops.attention.hopper_paged import ALONE, HALVES, SINGLES, SPLITS, WHOLE, WHOLE_HALVES, choose
+    from rl_engine.ops.attention.hopper_paged import ALONE, HALVES, PAIRS, SINGLES, SPLITS, WHOLE, WHOLE_HALVES, choose
 
-    def chosen(*lengths: int) -> object:
-        return choose(len(lengths), 8, -(-max(lengths) // 1024), sum(lengths), 132)
+    def chosen(*lengths: int, pairs: bool = False) -> object:
+        return choose(len(lengths), 8, -(-max(lengths) // 1024), sum(lengths), 132, pairs)
 
     assert chosen(*[1024] * 4) is HALVES and chosen(4096) is HALVES
     assert chosen(*[1024] * 5) is SINGLES and chosen(8192) is SINGLES
     assert chosen(*[1024] * 9) is SINGLES and chosen(*[4096] * 4) is SINGLES and chosen(*[1024] * 17) is SPLITS
+    for lengths in ([1024] * 4, [4096], [1024] * 16, [4096] * 4, [500]):
+        assert chosen(*lengths, pairs=True) is PAIRS, "a multiprocessor for every split"
+    assert chosen(*[1024] * 17, pairs=True) is SPLITS and chosen(*[2048] * 16, pairs=True) is ALONE
     assert chosen(*[8192] * 8) is WHOLE_HALVES and chosen(*[8192] * 7, 500) is SPLITS
     assert chosen(*[2048] * 16) is ALONE and chosen(*[4096] * 32) is WHOLE
     assert chosen(*[2048] * 15, 32768) is SPLITS, "one long sample would be left alone"
