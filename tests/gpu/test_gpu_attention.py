@@ -301,7 +301,7 @@ def test_every_form_of_decode_has_the_anchors_bits(name: str) -> None:
 
 
 def test_two_programs_of_a_cluster_need_every_rounding_in_its_place(tmp_path: Path) -> None:
-    """Controls: a row sum in another order, a factor contracted into the sum, and scores of two chains are seen."""
+    """Controls: a row sum, a score or O added in another order, and a factor contracted into l are seen."""
     from rl_engine.ops.attention import hopper_pairs
     from rl_engine.qualify.gpu_attention import last_tokens
 
