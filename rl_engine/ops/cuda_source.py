@@ -35,10 +35,11 @@ class Refused(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A file and the SHA-256 (hex) that it must have."""
+    """A file and the SHA-256 (hex) that it must have; ``macros`` beside those of the launch are for a test of it."""
 
     path: Path
     digest: str
+    macros: tuple[tuple[str, int], ...] = ()
 
     def text(self) -> bytes:
         """What it holds.
@@ -146,7 +147,7 @@ def compiled(source: Source, defines: Mapping[str, int], architecture: str = "sm
     library, program, size = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
     name = source.path.name
     options = [f"--gpu-architecture={architecture}", "--std=c++17", "-fmad=false"]
-    options += [f"-D{key}={value}" for key, value in defines.items()]
+    options += [f"-D{key}={value}" for key, value in (*defines.items(), *source.macros)]
     words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     if library.nvrtcCreateProgram(ctypes.byref(program), source.text(), name.encode(), 0, None, None):
         raise Refused(f"NVRTC makes no program of {name}")

@@ -330,6 +330,39 @@ def test_two_programs_of_a_cluster_need_every_rounding_in_its_place(tmp_path: Pa
         assert differing(found[which], right[which]) > 0, old
 
 
+NOT_NUMBERS = {
+    "one key": [700],
+    "a thread's four keys": [704, 705, 712, 713],
+    "a block": range(704, 768),
+    "the first block": range(64),
+    "all but one key": [n for n in range(1300) if n != 900],
+    "the last key": [1299],
+}
+
+
+@pytest.mark.parametrize("which", NOT_NUMBERS)
+def test_a_score_that_is_not_a_number_gives_a_result_that_is_none(which: str) -> None:
+    """In every form, as in the training form, wherever the key lies; another sample's result stays."""
+    from rl_engine.ops.attention import hopper_paged
+    from rl_engine.qualify.gpu_attention import last_tokens
+
+    hopper()
+    layout = PackedLayout((1300, 1100), (2,))
+    q, k, v = qkv(layout.tokens, (8, 2, 128), 2.0)
+    k[list(NOT_NUMBERS[which]), 0, 5] = torch.nan
+    batch = last_tokens(q, k, v, layout, 64, 1)
+    right = anchor().forward_packed(q, k, v, layout)[0][batch.rows]
+    first = batch.rows == 1299
+    assert (
+        right[first][:, :4].isnan().all() and not right[~first].isnan().any() and not right[first][:, 4:].isnan().any()
+    )
+    for name, form in hopper_paged.forms(128).items():
+        found = batch.output(form)
+        assert torch.equal(found.isnan(), right.isnan()), name
+        same(found[:, 4:], right[:, 4:], name)
+        same(found[~first], right[~first], name)
+
+
 def test_every_split_of_every_form_has_the_same_state_and_another_row_sum_is_caught() -> None:
     from rl_engine.qualify.gpu_attention import last_tokens, other_row_sums
 

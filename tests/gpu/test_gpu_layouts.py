@@ -153,7 +153,7 @@ def quick_table(config: ModelConfig, tp_sizes: tuple[int, ...]) -> str:
             entries[name] = [(4096, Choice(triton_gemm.FOLD_HOPPER, None))]
             continue
         prover = Products(shape, inputs)
-        a, b, old = prover._data("random", 64)
+        a, b, old = prover.data("random", 64)
         out = torch.empty((64, shape.columns), dtype=prover.dtype, device="cuda")
         old = out if shape.kind == "dh" else old
         found = cublaslt.plan(cublaslt.describe(a, b, out, old), 0).search(8) if shape.columns % 8 == 0 else []

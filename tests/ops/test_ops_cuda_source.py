@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -51,3 +53,51 @@ def test_a_source_compiles_for_hopper_without_a_gpu_and_spills_nothing(
     done = subprocess.run([*call, str(source.path), "-o", str(tmp_path / "x.cubin")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr
+
+
+def _disassembler() -> str | None:
+    """``cuobjdump`` of a toolkit, or the one that Triton brings."""
+    beside = importlib.util.find_spec("triton")
+    folders = [] if beside is None else list(beside.submodule_search_locations or ())
+    found = [path for folder in folders for path in Path(folder).glob("backends/nvidia/bin/cuobjdump")]
+    return shutil.which("cuobjdump") or next((str(path) for path in found), None)
+
+
+def _freed_unread(source: Path, names: dict[str, int], folder: Path, tool: str) -> int:
+    """Arrivals on a barrier that stand behind an ``ldmatrix`` whose values no product has taken yet."""
+    compiler, code = shutil.which("nvcc"), folder / "x.cubin"
+    assert compiler is not None
+    defines = [f"-D{key}={value}" for key, value in names.items()]
+    call = [compiler, "-cubin", "-arch=sm_90a", "-std=c++17", "-fmad=false", *defines, str(source), "-o", str(code)]
+    subprocess.run(call, check=True, capture_output=True)
+    text = subprocess.run([tool, "-sass", str(code)], check=True, capture_output=True, text=True).stdout
+    waiting: set[int] = set()
+    found = loads = 0
+    for operation in re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);", text):
+        registers = [int(n) for n in re.findall(r"\bR(\d+)", operation)]
+        if operation.startswith("LDSM"):
+            waiting.add(registers[0])
+            loads += 1
+        elif operation.startswith("HMMA"):
+            waiting -= set(registers[1:3])
+        elif "SYNCS.ARRIVE" in operation:
+            found += bool(waiting)
+            waiting.clear()
+    assert loads >= 20
+    return found
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+def test_a_slot_is_freed_only_behind_the_products_of_what_was_read_there(rows: int, tmp_path: Path) -> None:
+    """The compiler puts an arrival behind the instructions that ask for values, not behind the values: where the
+    multiprocessor's loads are busy, the slot could be filled again before they come. The control frees too early."""
+    tool = _disassembler()
+    if shutil.which("nvcc") is None or tool is None:
+        pytest.skip("no compiler and disassembler of CUDA is here")
+    names = hopper_pairs.macros(rows)
+    assert _freed_unread(hopper_pairs.SOURCE.path, names, tmp_path, tool) == 0
+    text, wrong = hopper_pairs.SOURCE.text().decode(), tmp_path / "wrong.cu"
+    right = "return __float_as_uint(result) & zero;"
+    assert text.count(right) == 1
+    wrong.write_text(text.replace(right, "return 0;"))
+    assert _freed_unread(wrong, names, tmp_path, tool) >= 4

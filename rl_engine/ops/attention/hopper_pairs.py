@@ -16,7 +16,7 @@ from rl_engine.numerics.contract import Contract
 from rl_engine.ops import cuda_source
 
 SOURCE = cuda_source.Source(
-    cuda_source.SOURCES / "decode_pairs.cu", "ff696801ba2734d8a453223ed75aacfbd161c6d963b8dda3632362f4ebbf84ad"
+    cuda_source.SOURCES / "decode_pairs.cu", "c2be2dfa9fb781551b73bf6f431441cbc6543ee2e0470a70344892e62729a1c1"
 )
 BLOCK, BLOCKS = Contract().kv_block, Contract().kv_split // Contract().kv_block
 WIDTH = 128  # the only head_dim
@@ -33,7 +33,7 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_longlong) for name in ("table_width", "q_token", "q_head", "out_token", "out_head")),
         ("c", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("group", "page", "heads", "splits", "kv_heads")),
-        *((name, ctypes.c_int) for name in ("direct", "settled", "late")),
+        *((name, ctypes.c_int) for name in ("direct", "settled", "late", "zero")),
     )
 
 
@@ -83,7 +83,7 @@ def launch(
     places = (x.data_ptr() for x in (q, out, o, l, mu, items, tables))
     strides = (tables.stride(0), q.stride(0), q.stride(1), out.stride(0), out.stride(1))
     sizes = (heads // kv_heads, page, heads, splits, kv_heads)
-    arguments = Arguments(*places, *strides, c, *sizes, states is None, settled, late)
+    arguments = Arguments(*places, *strides, c, *sizes, states is None, settled, late, 0)
     maps = (cuda_source.rows_map(x, WIDTH, (BLOCK, 64)) for x in (k, v))
     grid = (2 * kv_heads, splits, items.shape[0])
     kernel(rows, q.device, source).launch(grid, THREADS, [*maps, arguments], early=True)

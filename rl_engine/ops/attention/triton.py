@@ -231,10 +231,10 @@ def decode(
         **({"maxnreg": tile.registers} if tile.registers else {}),
     )
     if not direct:
-        _merge((o, l, mu), items, queries, out, lse, False)
+        merge((o, l, mu), items, queries, out, lse, False)
 
 
-def _merge(
+def merge(
     states: tuple[Tensor, Tensor, Tensor], items: Tensor, queries: int, out: Tensor, lse: Tensor | None, early: bool
 ) -> None:
     heads, splits, width = states[0].shape[1:]
@@ -283,7 +283,7 @@ def decode_pages(
         c = scales(q.shape[2])[0]
         states = hopper_paged.launch_states(q, k, v, items, tables, queries, splits, out, lse, c, form, settled)
         if states is not None:
-            _merge(states, items, queries, out, lse, True)
+            merge(states, items, queries, out, lse, True)
         return
     cut = tiles.decode if k.shape[2] % BLOCK == 0 else tiles.scattered
     decode(q, k, v, items, tables, queries, splits, out, lse, cut)

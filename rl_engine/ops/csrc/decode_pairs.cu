@@ -7,11 +7,27 @@
 // ascending. Contraction is off (-fmad=false): a fused multiply-add exists where it is written.
 //
 // Two groups of four warps compute scores, a block each in turns; the first then does the chain over V. A third group turns
-// the scores of two blocks at a time into weights as they arrive. The last warp fetches units of 64 x 64 values into a ring. What is asked for before the kernel ahead has ended
-// (`settled`) are old keys alone; queries, and blocks with a new key, wait for that end.
+// the scores of two blocks at a time into weights as they arrive. The last warp fetches units of 64 x 64 values into a
+// ring. What is asked for before the kernel ahead has ended (`settled`) are old keys alone; queries, and blocks with a new
+// key, wait for that end.
+//
+// Three rules for all barriers:
+// 1. A thread waits for turn n of a barrier only if something that it has waited for implies the end of turn n - 1, and
+//    while turn n + 1 cannot end. A wait knows a turn by its parity alone: where turn n - 1 still goes on, turn n reads as
+//    over; where turn n + 1 is over, as going on for ever. Copies end in any order, so the end of one unit implies
+//    nothing of another. A group that takes a slot after the other group had it first waits for the scores of that unit,
+//    whose barrier has one turn alone (`wait_for_unit`).
+// 2. What frees a buffer comes after the last read of it: after its values have come. `ldmatrix` only asks for them, and an
+//    arrival, of the same warp and behind it in the program, does not wait for them: where another kernel keeps the
+//    multiprocessor's loads busy, a copy into the freed slot can be faster. So an arrival that frees needs a result of what
+//    was read (`behind`).
+// 3. What the other program of the cluster sends arrives only while its receiver lives: nobody sends before both have
+//    started, and a program ends after all bytes that it expects have come.
 //
 // Compiled at run time without headers; ROWS (4 or 8 query rows of a KV head have room), RING (units) and BYTES (of shared
-// memory) are defined there.
+// memory) are defined there. For a test of the rules: PAUSES, a bit for each kind of wait before which warps sleep for up
+// to 16 us; SLEEPERS, a bit for each group of warps that does; HELD, a unit whose copy is asked for at the last moment, when
+// its slot is wanted again.
 // Letters: b block of 64 keys of the split, r query row of the KV head, u unit of the ring. A key's place in its block has
 // six bits: j = bit 0, quad = bits 1 and 2, high = bit 3, step = bits 4 and 5, as a product spreads them over threads.
 
@@ -30,6 +46,7 @@ struct Arguments {
     long long table_width, q_token, q_head, out_token, out_head;
     float c;
     int group, page, heads, splits, kv_heads, direct, settled, late;
+    u32 zero;  // is 0, which the compiler does not know
 };
 
 constexpr int WIDTH = 128, BLOCK = 64, BLOCKS = 16, UNIT = BLOCK * 64 * 2, WARPS = 4, FETCHING = 3 * WARPS;
@@ -38,6 +55,17 @@ constexpr int ROW = BLOCK * 4, SCORES_AT = RING * UNIT;
 constexpr int ALPHA_AT = SCORES_AT + BLOCKS * ROWS * ROW, L_AT = ALPHA_AT + BLOCKS * 8 * 4, MU_AT = L_AT + 8 * 4;
 constexpr int BARRIERS_AT = MU_AT + 8 * 4;  // full and empty of every unit, scores and weights of every pair, ends
 static_assert(BARRIERS_AT + (2 * RING + BLOCKS + 1) * 8 == BYTES, "shared memory is laid out otherwise than hopper_pairs.py says");
+static_assert(RING % 2 == 0 && RING >= BLOCKS / 2, "a slot's turns would be those of other groups than `wait_for_unit` is told");
+#ifndef PAUSES
+#define PAUSES 0
+#endif
+#ifndef SLEEPERS
+#define SLEEPERS 15
+#endif
+#ifndef HELD
+#define HELD -1
+#endif
+enum Wait { FOR_ROOM, FOR_KEYS, FOR_SCORES, FOR_WEIGHTS, FOR_VALUES, FOR_OTHER };
 
 #define INFINITE __int_as_float(0x7f800000)
 
@@ -68,7 +96,18 @@ __device__ __forceinline__ void barrier_expect(u32 at, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void barrier_wait(u32 at, u32 parity) {
+__device__ __forceinline__ void sleep(u32 nanoseconds) { asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds)); }
+
+__device__ __forceinline__ void pause(Wait kind) {
+    if (PAUSES >> kind & SLEEPERS >> threadIdx.x / 32 / WARPS & 1) {
+        u32 clock;
+        asm volatile("mov.u32 %0, %%clock;" : "=r"(clock));
+        sleep((clock ^ threadIdx.x / 32 * 0x9e3779b9u) * 0x85ebca6bu >> 18);
+    }
+}
+
+__device__ __forceinline__ void barrier_wait(u32 at, u32 parity, Wait kind) {
+    pause(kind);
     asm volatile(
         "{\n.reg .pred done;\n"
         "again: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
@@ -117,6 +156,9 @@ __device__ __forceinline__ void load_across(u32 (&x)[4], u32 at) {
                  : "memory");
 }
 
+// 0, known only when `result` is, a sum of products of all that was read.
+__device__ __forceinline__ u32 behind(float result, u32 zero) { return __float_as_uint(result) & zero; }
+
 __device__ __forceinline__ void product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -144,6 +186,12 @@ struct Slot {
     }
 };
 
+// For the unit in this turn of its slot; `unseen`: unit `before`, which had the slot, was the other group's keys.
+__device__ __forceinline__ void wait_for_unit(const Ring &ring, const Slot &slot, int before, bool unseen, Wait kind) {
+    if (unseen) barrier_wait(ring.scores(before / 2), 0, kind);
+    barrier_wait(ring.full(slot.at), slot.turn, kind);
+}
+
 struct Work {
     int first, position, count;  // of the queries of the sample
     int start, blocks;           // of the split
@@ -166,11 +214,23 @@ __device__ __forceinline__ void fetch(const Map *k_map, const Map *v_map, const 
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     Slot slot(0);
+    const Map *held_map = nullptr;
+    int held_column = 0, held_row = 0;
+    auto bring_held = [&]() {
+        if (held_map == nullptr) return;
+        sleep(20000);
+        bring(lane == 0, ring.unit(HELD % RING), held_map, held_column, held_row, ring.full(HELD % RING), policy);
+        held_map = nullptr;
+    };
     auto unit = [&](int left, const Map *map, int column, int b, int row) {
         if (a.late > 0 && left == max(min(units / 2, a.late), 1)) let_kernel_behind_start();
-        barrier_wait(ring.empty(slot.at), slot.turn ^ 1);
+        if (HELD >= 0 && units - left == HELD / 2 * 2 + RING) bring_held();  // a block's two units are freed together
+        barrier_wait(ring.empty(slot.at), slot.turn ^ 1, FOR_ROOM);
         if (a.settled && (w.start + b + 1) * BLOCK > w.position) wait_for_kernel_ahead();
-        bring(lane == 0, ring.unit(slot.at), map, column, row, ring.full(slot.at), policy);
+        if (HELD >= 0 && units - left == HELD)
+            held_map = map, held_column = column, held_row = row;
+        else
+            bring(lane == 0, ring.unit(slot.at), map, column, row, ring.full(slot.at), policy);
         slot.step(1);
     };
     for (int b = w.rank; b < w.blocks; b += 2) {
@@ -179,6 +239,7 @@ __device__ __forceinline__ void fetch(const Map *k_map, const Map *v_map, const 
         unit(units - b + w.rank - 1, k_map, 64, b, row);
     }
     for (int b = 0; b < w.blocks; b++) unit(w.blocks - b, v_map, w.rank * 64, b, __shfl_sync(0xffffffff, rows, b));
+    if (HELD >= 0) bring_held();
 }
 
 // The most of a warp, as an integer that grows with the value.
@@ -209,7 +270,7 @@ __device__ __forceinline__ void weigh(u8 *shared, const Arguments &a, const Ring
 #pragma unroll
     for (int pair = 0; pair < BLOCKS / 2; pair++) {
         if (pair >= w.pairs()) break;
-        barrier_wait(ring.scores(pair), 0);
+        barrier_wait(ring.scores(pair), 0, FOR_SCORES);
         const int b = 2 * pair + odd;
 #pragma unroll
         for (int i = 0; i < ROWS / WARPS; i++) {
@@ -219,13 +280,14 @@ __device__ __forceinline__ void weigh(u8 *shared, const Arguments &a, const Ring
             float d[4] = {four.x, four.y, four.z, four.w};  // j 0 high 0, j 0 high 1, j 1 high 0, j 1 high 1
 #pragma unroll
             for (int n = 0; n < 4; n++) d[n] = n / 2 + n % 2 * 8 + pair * 2 * BLOCK <= last[i] ? d[n] : -INFINITE;
-            const int mine = ordered(fmaxf(fmaxf(d[0], d[1]), fmaxf(d[2], d[3])));
+            // A score that is not a number takes no part in the maximum; its weight is not a number either.
+            const int mine = ordered(fmaxf(fmaxf(fmaxf(d[0], d[1]), fmaxf(d[2], d[3])), -INFINITE));
             const float top_even = fmaxf(top[i], most(odd ? ordered(-INFINITE) : mine)), top_odd = fmaxf(top[i], most(mine));
             const float mu_even = __fmul_rn(top_even, a.c), mu_odd = __fmul_rn(top_odd, a.c);
             const float before = odd ? mu_even : mu[i], now = odd ? mu_odd : mu_even;
             top[i] = top_odd, mu[i] = mu_odd;
 #pragma unroll
-            for (int n = 0; n < 4; n++) d[n] = now == -INFINITE ? 0.0f : exp2_contract(__fmaf_rn(d[n], a.c, -now));
+            for (int n = 0; n < 4; n++) d[n] = d[n] == -INFINITE ? 0.0f : exp2_contract(__fmaf_rn(d[n], a.c, -now));
             *(uint2 *)(row + step / 2 * 64 + quad * 16 + step % 2 * 8) =
                 make_uint2(pack_bf16(d[0], d[2]), pack_bf16(d[1], d[3]));  // all scores of the row have been read: `most`
             sum[i][pair] = __fadd_rn(__fadd_rn(d[0], d[2]), __fadd_rn(d[1], d[3]));
@@ -315,20 +377,23 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__((FETCHING
             u32 k[2][4][4];
             Slot other = slot;
             other.step(1);
-            barrier_wait(ring.full(slot.at), slot.turn);
+            const bool unseen = RING % 4 != 0 && 2 * pair >= RING;  // an odd number of blocks has room: groups take turns
+            wait_for_unit(ring, slot, 2 * pair - RING, unseen, FOR_KEYS);
 #pragma unroll
             for (int step = 0; step < 4; step++) load(k[0][step], shown + slot.at * UNIT ^ step * 32);
-            barrier_wait(ring.full(other.at), other.turn);
+            wait_for_unit(ring, other, 2 * pair - RING, unseen, FOR_KEYS);
 #pragma unroll
             for (int step = 0; step < 4; step++) load(k[1][step], shown + other.at * UNIT ^ step * 32);
 #pragma unroll
             for (int step = 0; step < 8; step++) product(d, k[step / 4][step % 4], q[step][0], q[step][1]);
             __syncwarp();
+            const u32 freed = behind(d[0], a.zero);
             if (lane == 0) {
-                barrier_arrive(ring.empty(slot.at));
-                barrier_arrive(ring.empty(other.at));
+                barrier_arrive(ring.empty(slot.at) + freed);
+                barrier_arrive(ring.empty(other.at) + freed);
             }
             slot.step(4);
+            pause(FOR_OTHER);
             if (r < ROWS) {
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
@@ -349,12 +414,14 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__((FETCHING
     shown = base + (lane / 16 * 8 + lane % 8) * 128 + (warp * 2 + lane / 8 % 2 ^ lane % 8) * 16;
     asm volatile("" : "+r"(shown));
     slot = Slot(2 * w.own());
+    int before = 2 * w.own() - RING;  // the unit that had the slot before
     auto add = [&](bool final) {
         u32 v[4][4];
         const uint4 early = weights[0], late = weights[4];  // of a row that does not exist anything: its column is not used
         const float2 alpha = alphas[0];
         weights += ROWS * ROW / 16, alphas += 4;
-        barrier_wait(ring.full(slot.at), slot.turn);
+        wait_for_unit(ring, slot, before, before >= 0 && before < 2 * w.own() && before & 2, FOR_VALUES);
+        before++;
         if (final) {  // behind the last key is nothing, or another's; a warp clears its own columns
             for (int n = BLOCK - min(beyond, BLOCK) + lane / 2; n < BLOCK; n += 16)
                 *(uint4 *)(shared + slot.at * UNIT + n * 128 + (warp * 2 + lane % 2 ^ n % 8) * 16) = make_uint4(0, 0, 0, 0);
@@ -369,14 +436,14 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__((FETCHING
         product(o, v[2], late.x, late.y);
         product(o, v[3], late.z, late.w);
         __syncwarp();
-        if (lane == 0) barrier_arrive(ring.empty(slot.at));
+        if (lane == 0) barrier_arrive(ring.empty(slot.at) + behind(o[0], a.zero));
         slot.step(1);
     };
     for (int b = 0; b < blocks - 1; b++) {
-        if (b % 2 == 0) barrier_wait(ring.weights(b / 2), 0);
+        if (b % 2 == 0) barrier_wait(ring.weights(b / 2), 0, FOR_WEIGHTS);
         add(false);
     }
-    barrier_wait(ring.weights((blocks - 1) / 2), 0);
+    barrier_wait(ring.weights((blocks - 1) / 2), 0, FOR_WEIGHTS);
     const int column = w.rank * 64 + warp * 16 + lane / 4;
     bool valid[2];
     long long place[2];
@@ -388,7 +455,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__((FETCHING
         place[i] = query * a.out_token + head * a.out_head + column;
         at[i] = query * a.heads + head;
     }
-    barrier_wait(ring.ends(), 0);
+    barrier_wait(ring.ends(), 0, FOR_WEIGHTS);
     const float2 l = *(const float2 *)(shared + L_AT + r * 4), mu = *(const float2 *)(shared + MU_AT + r * 4);
     add(true);
 #pragma unroll

@@ -123,7 +123,7 @@ class Products:
         a = [self.inputs.normal(rows, shape.depth) for _ in b]
         out = [torch.empty((rows, shape.columns), dtype=self.dtype, device="cuda") for _ in b]
         old = self._old(out)
-        sound = self._sound(self._candidates(a[0], b[0], out[0], old[0]), rows)
+        sound = self._sound(self.candidates(a[0], b[0], out[0], old[0]), rows)
         runs = {
             str(index): [lambda c=c, i=i: gemm_table.run(c, a[i], b[i], out[i], old[i]) for i in range(len(b))]
             for index, c in enumerate(sound)
@@ -144,7 +144,7 @@ class Products:
             return [self.inputs.normal(*x.shape) for x in out]
         return [None for _ in out]
 
-    def _candidates(self, a: Tensor, b: Tensor, out: Tensor, old: Tensor | None) -> list[Choice]:
+    def candidates(self, a: Tensor, b: Tensor, out: Tensor, old: Tensor | None) -> list[Choice]:
         """Tiles for the rows, and what cuBLASLt's search names for the same product, without a split."""
         found = [Choice(tile, None) for tile in tiles(a.shape[0], self.shape.columns)]
         if torch.version.cuda is None or self.shape.depth % 8 or self.shape.columns % 8:
@@ -152,7 +152,7 @@ class Products:
         plan = cublaslt.plan(cublaslt.describe(a, b, out, old), out.device.index)
         return found + [Choice(None, algorithm.hex()) for algorithm, _ in plan.search(ALGORITHMS)]
 
-    def _data(self, kind: str, rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def data(self, kind: str, rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
         shape = self.shape
         if kind == "order":
             a, b = self.inputs.order_revealing(rows, shape.depth), self.inputs.weights(shape.columns, shape.depth)
@@ -163,7 +163,7 @@ class Products:
             old = (torch.randn((rows, shape.columns), generator=self.inputs.random, device="cuda") * 3).to(self.dtype)
         return a, self.operand(b), old
 
-    def _anchor(self, a: Tensor, b: Tensor, old: Tensor | None) -> Tensor:
+    def anchor(self, a: Tensor, b: Tensor, old: Tensor | None) -> Tensor:
         """fp32 [rows, columns] before the last rounding."""
         out = poisoned(a.shape[0], b.shape[0], torch.float32)
         triton_gemm.product(a, b, out, ANCHOR)
@@ -172,8 +172,8 @@ class Products:
     def _sound(self, choices: list[Choice], rows: int) -> list[Choice]:
         """The candidates that hold on both kinds of data; every comparison is recorded."""
         for kind in ("order", "random"):
-            a, b, old = self._data(kind, rows)
-            expected, what = self._anchor(a, b, old), f"{self.shape} {rows} rows, {kind}"
+            a, b, old = self.data(kind, rows)
+            expected, what = self.anchor(a, b, old), f"{self.shape} {rows} rows, {kind}"
             choices = [choice for choice in choices if self._compare(choice, a, b, old, expected, what)]
         self.proven |= {choice.algorithm for choice in choices if choice.algorithm}
         return choices
@@ -195,9 +195,9 @@ class Products:
     def again(self, choice: Choice, rows: int) -> bool:
         """The chosen candidate at a row count of the range's inside, views inside NaN, a product written into NaN."""
         before = len(self.cases)
-        a, b, old = self._data("order", rows)
+        a, b, old = self.data("order", rows)
         views = [in_nan(a), in_nan(b.T).T if self.shape.kind in ("dx", "dh") else in_nan(b)]
-        expected = self._anchor(a, b, old)
+        expected = self.anchor(a, b, old)
         surround = poisoned(rows + 2, self.shape.columns + 16, self.dtype)
         out = surround[1:-1, 8 : 8 + self.shape.columns]
         if self.shape.kind == "dh" and old is not None:
