@@ -22,6 +22,11 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--seconds", type=float, default=480.0, help="time for everything; what is done is written")
     command.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where the JSON files go")
     command.add_argument("--no-proofs", action="store_true", help="time only")
+    command.add_argument(
+        "--stress", type=float, metavar="SECONDS", help="no figures: the same calls of every form again and again"
+    )
+    command.add_argument("--only", default="", metavar="TEXT", help="--stress: forms whose name holds this")
+    command.add_argument("--seed", type=int, default=1, help="--stress: of sizes and values (1)")
     return command
 
 
@@ -40,6 +45,10 @@ def main(argv: list[str]) -> int:
         return 2
     from benchmarks.gpu.device import Device
 
+    if options.stress is not None:
+        from benchmarks.gpu.stress import main as stress
+
+        return stress(options.stress, options.only, options.seed, options.out)
     device, good = Device(options.seconds), True
     signal.signal(signal.SIGTERM, lambda number, frame: device.stop())
     options.out.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,7 @@ from rl_engine.ops.gemm_table import Choice, NotQualified, Table
 from rl_engine.ops.selected_logp.vocabulary import group_columns
 from rl_engine.ops.triton_gemm import Tile
 from rl_engine.qualify.cases import Case
+from rl_engine.qualify.gpu import stress
 from rl_engine.qualify.gpu.controls import wrong_product
 from rl_engine.qualify.gpu.data import Inputs, differing, poisoned
 from rl_engine.qualify.gpu.parts import collect, pool, submit
@@ -114,6 +115,8 @@ def prove(
         say(f"{time.perf_counter() - started:.0f} s: {len(kernels)} kernels of products compiled")
         cases += collect(parts, say)  # no product is timed while another process is at work on the device
     say(f"{time.perf_counter() - started:.0f} s: other operators compared")
+    cases += stress.cases(config, say)
+    say(f"{time.perf_counter() - started:.0f} s: every form repeated beside other work")
     for shape in wanted:
         prover = (Folds if shape.kind == "fold" else Products)(shape, inputs)
         rows = UNIT_POINTS if shape.kind == "fold" else tuple(points)
