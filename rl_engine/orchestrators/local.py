@@ -13,9 +13,10 @@ from rl_engine.config.codec import plan_digest, plan_to_json
 from rl_engine.config.plan import Plan
 from rl_engine.data.prompts import Prompt, encode_prompt, open_prompts
 from rl_engine.engines.evidence import sample_batch
+from rl_engine.engines.kept import save_kept
 from rl_engine.engines.setup import model_config
 from rl_engine.engines.train.grpo import group_advantages
-from rl_engine.engines.types import Request, Sample, UpdateResult, canonical
+from rl_engine.engines.types import Request, Sample, Scored, UpdateResult, canonical
 from rl_engine.orchestrators.actors import SOURCE_ROOT
 from rl_engine.orchestrators.display import Advance, Display, Stopwatch, step_line
 from rl_engine.orchestrators.fleet import Fleet
@@ -27,6 +28,7 @@ from rl_engine.records.checkpoints import latest_checkpoint, write_checkpoint
 from rl_engine.records.codec import RecordError
 from rl_engine.records.environment import collect_environment
 from rl_engine.records.errors import UserError
+from rl_engine.records.kept import keep_weights
 from rl_engine.records.reader import RunReader
 from rl_engine.records.sources import source_record
 from rl_engine.records.statistics import logprob_statistics
@@ -70,6 +72,8 @@ class LocalRun:
         self.steps: list[StepRecord] = earlier.steps() if self.finished and earlier is not None else []
         self.fleet: Any = None
         self.pids: dict[str, int] = {}
+        self._keeps = plan.backend == "cpu"  # a GPU's models are large
+        self._snapshots: list[Any] = []  # where they may be kept: the trainer's present weights, in the object store
         self._captured: set[tuple[str, int]] = set()  # graphs that the record knows of
 
     # -- the loop
@@ -146,20 +150,24 @@ class LocalRun:
             watch.lap()
             records = self._judge(step, prompts, samples)
             seconds["reward"] = watch.lap()
-            old, reference, seconds["old_logp"] = self._train("scoring", "score", samples)
+            scored: Scored = self._train("scoring", "score", samples)
+            old, seconds["old_logp"] = scored.logprobs, scored.seconds
             batch = sample_batch(samples, old, records, self.config.vocabulary)
             advantages = self._advantages(step, records, samples)
-            update: UpdateResult = self._train("training", "step", samples, advantages, old, reference)
+            update: UpdateResult = self._train("training", "step", samples, advantages, old, scored.reference)
             watch.lap()
+            drawn_with = self._snapshots
             self._sync(step + 1)
             seconds["weight_sync"] = watch.lap()
             if step < self.writer.next_step:
-                self.writer.confirm(self._step_record(step, batch, update, {**seconds, "other": 0.0}), batch)
+                record = self._step_record(step, batch, scored, update, {**seconds, "other": 0.0})
+                self.writer.confirm(record, batch)
                 continue
             self.writer.samples(step, batch)
             self._save(step + 1)
             seconds["other"] = watch.lap()
-            self._record(step, batch, update, seconds)
+            self._record(step, batch, scored, update, seconds)
+            self._keep(step, drawn_with)
 
     # -- the phases
 
@@ -318,6 +326,7 @@ class LocalRun:
         """The trainer's weights to every rollout rank; the first version is already there, from the checkpoint."""
         with self.display.task(f"{self.plan.mode}: weights"):
             snapshots, digests = self.guard(self.fleet.export)
+            self._snapshots = snapshots if self._keeps else []
             digest = self.writer.weights(version, digests)
             if version:
                 self.guard(lambda: self.fleet.load(snapshots))
@@ -327,20 +336,27 @@ class LocalRun:
                 place = {"engine": member.engine, "rank": member.rank}
                 self.writer.event("weights_loaded", version=version, digest=digest, **place)
 
-    def _record(self, step: int, batch: SampleBatch, update: UpdateResult, seconds: dict[str, float]) -> None:
+    def _keep(self, step: int, snapshots: list[Any]) -> None:
+        """Perhaps the weights of a step that is recorded, for a fresh process to compute it again."""
+        if self._keeps:
+            keep_weights(self.writer.run_dir, step, lambda path: save_kept(self.ray.get(snapshots), path))
+
+    def _record(
+        self, step: int, batch: SampleBatch, scored: Scored, update: UpdateResult, seconds: dict[str, float]
+    ) -> None:
         changed = update.changed_elements
         self.writer.event("update", step=step, changed_elements=changed, elements=update.elements)
         if self.plan.mode == "consistency" and update.ratio_mismatches:
             text = f"step {step + 1}: {update.ratio_mismatches} tokens with a ratio that is not 1 on an exact path"
             self._warn("ratio_mismatch", text, step=step, count=update.ratio_mismatches)
-        record = self._step_record(step, batch, update, seconds)
+        record = self._step_record(step, batch, scored, update, seconds)
         self.writer.step(record)
         self.steps.append(record)
         self.writer.log(step_line(self.plan.mode, record, self.plan.rollouts))
         self.display.step(self.plan.mode, record, self.plan.rollouts)
 
     def _step_record(
-        self, step: int, batch: SampleBatch, update: UpdateResult, seconds: dict[str, float]
+        self, step: int, batch: SampleBatch, scored: Scored, update: UpdateResult, seconds: dict[str, float]
     ) -> StepRecord:
         statistics = logprob_statistics(batch)
         records = batch.samples
@@ -366,6 +382,9 @@ class LocalRun:
             seconds=StepSeconds(train=update.seconds_train, optimizer=update.seconds_optimizer, **seconds),
             train_tokens_per_s=update.train_tokens / (update.seconds_train + update.seconds_optimizer),
             rollout_tokens_per_gpu_s=responses / seconds["rollout"],
+            score_calls=scored.calls,
+            score_tokens=scored.tokens,
+            ratio_mismatches=update.ratio_mismatches,
         )
 
     def _end(self, memory: MemoryWatch) -> None:

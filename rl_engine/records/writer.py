@@ -210,7 +210,9 @@ class RunWriter:
         elif name == "running":
             self._attempts += 1
             fields = process_fields(psutil.Process())
-            self.event("attempt", number=self._attempts - 1, next_step=self._next_step, passes=True, **fields)
+            self.event(
+                "attempt", number=self._attempts - 1, next_step=self._next_step, passes=True, scoring=True, **fields
+            )
 
     def _set_state(self, name: str, reason: str | None) -> None:
         text = None if reason is None else redact_text(reason, secret_values())

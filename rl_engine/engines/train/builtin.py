@@ -109,7 +109,7 @@ class TrainEngine:
 
     def _score(self, decoder: Decoder, samples: list[Sample], progress: Progress | None) -> Logprobs:
         results: dict[int, npt.NDArray[np.float32]] = {}
-        batches = self._batches(samples)
+        batches = self.batches(samples)
         with torch.no_grad():
             for number, batch in enumerate(batches):
                 logp, _ = self._logprobs(decoder, batch, recompute=False)
@@ -139,7 +139,7 @@ class TrainEngine:
         for weight in self.weights:
             self._open_gradient(weight)
         totals = _Totals()
-        batches = self._batches(samples)
+        batches = self.batches(samples)
         for number, batch in enumerate(batches):
             self._backward(batch, advantages, old_logprobs, reference_logprobs, loss_tokens, totals)
             if progress is not None:
@@ -209,7 +209,7 @@ class TrainEngine:
         weight.clear_gradient()
         weight.lookups.clear()
 
-    def _batches(self, samples: list[Sample]) -> list[MicroBatch]:
+    def batches(self, samples: list[Sample]) -> list[MicroBatch]:
         lengths = [s.length for s in samples]
         units = fold_units(lengths, self.settings.fold_tokens)
         vocabulary = self.weights.config.vocabulary
