@@ -100,8 +100,8 @@ def rescore_finding(run_dir: Path | str, step: int) -> Finding:
 
 def _findings(steps: Sequence[_Again], far: list[int]) -> list[Finding]:
     numbers = [again.step for again in steps]
-    which = f"step {numbers[0]}" if len(steps) == 1 else f"steps {_words(numbers)}"
-    rest = f"; not computed again, since their weights were not kept: steps {_words(far)}" if far else ""
+    which = _named(numbers)
+    rest = f"; not computed again, of which no weights were kept: {_named(far)}" if far else ""
     expected = f"the recorded train logprobs of {which} from a fresh process, bit for bit"
     tokens, sets = sum(again.tokens for again in steps), sum(again.sets for again in steps)
     found = [_finding(RESCORE, steps, "problem", f"{tokens} logprobs of {which} equal", expected, rest)]
@@ -120,6 +120,10 @@ def _finding(name: str, steps: Sequence[_Again], which: str, good: str, expected
     more = f" ({len(bad)} of {len(steps)} steps)" if len(steps) > 1 else ""
     hint = _DRAW_HINT if name == REDRAW else bad[0].hint
     return Finding(name, "FAIL", f"step {bad[0].step}: {getattr(bad[0], which)}{more}{rest}", expected, hint)
+
+
+def _named(steps: list[int]) -> str:
+    return f"step{'s' if len(steps) > 1 else ''} {_words(steps)}"
 
 
 def _words(steps: list[int]) -> str:

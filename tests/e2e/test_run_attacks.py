@@ -108,7 +108,7 @@ def test_an_honest_run_passes_and_every_step_comes_out_again(
     assert [finding.name for finding in again] == ["rescore", "redraw"] and failed(again) == set()
     kept = int(next((run / "kept").iterdir()).stem.removeprefix("step-"))
     assert kept in (1, 2)
-    assert again[0].found.endswith(f"not computed again, since their weights were not kept: steps {3 - kept}")
+    assert again[0].found.endswith(f"not computed again, of which no weights were kept: step {3 - kept}")
     assert f"steps 0, {kept}" in again[1].found and "retained sets" in again[1].found
     for step in RunReader(run).steps():
         assert (step.score_tokens, step.ratio_mismatches) == (step.tokens_compared, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -102,6 +102,15 @@ class TrainEngine:
         """The trainer's logprob of every response token, fp32 [R] per sample."""
         return self._score(self.decoder, samples, progress)
 
+    def scoring_passes(self, samples: list[Sample]) -> Iterator[tuple[MicroBatch, Tensor, Tensor]]:
+        """On one rank, what :meth:`score` computes, pass by pass: (micro-batch, bf16 [T, H] behind the last norm,
+        logprobs fp32 [R])."""
+        assert self.mesh.size == 1
+        with torch.no_grad():
+            for batch in self._batches(samples):
+                hidden = self.decoder.hidden_packed(batch.ids, batch.layout, False)
+                yield batch, hidden, self._logprobs_of(self.decoder, batch, hidden)[0]
+
     def score_reference(self, samples: list[Sample]) -> Logprobs:
         """The frozen reference model's logprobs, with the same temperature and retained sets."""
         assert self.reference is not None
@@ -109,7 +118,7 @@ class TrainEngine:
 
     def _score(self, decoder: Decoder, samples: list[Sample], progress: Progress | None) -> Logprobs:
         results: dict[int, npt.NDArray[np.float32]] = {}
-        batches = self.batches(samples)
+        batches = self._batches(samples)
         with torch.no_grad():
             for number, batch in enumerate(batches):
                 logp, _ = self._logprobs(decoder, batch, recompute=False)
@@ -139,7 +148,7 @@ class TrainEngine:
         for weight in self.weights:
             self._open_gradient(weight)
         totals = _Totals()
-        batches = self.batches(samples)
+        batches = self._batches(samples)
         for number, batch in enumerate(batches):
             self._backward(batch, advantages, old_logprobs, reference_logprobs, loss_tokens, totals)
             if progress is not None:
@@ -209,7 +218,7 @@ class TrainEngine:
         weight.clear_gradient()
         weight.lookups.clear()
 
-    def batches(self, samples: list[Sample]) -> list[MicroBatch]:
+    def _batches(self, samples: list[Sample]) -> list[MicroBatch]:
         lengths = [s.length for s in samples]
         units = fold_units(lengths, self.settings.fold_tokens)
         vocabulary = self.weights.config.vocabulary
@@ -219,7 +228,9 @@ class TrainEngine:
         return [build_micro_batch(samples, chosen, vocabulary) for chosen in cut]
 
     def _logprobs(self, decoder: Decoder, batch: MicroBatch, recompute: bool) -> tuple[Tensor, Tensor]:
-        hidden = decoder.hidden_packed(batch.ids, batch.layout, recompute)
+        return self._logprobs_of(decoder, batch, decoder.hidden_packed(batch.ids, batch.layout, recompute))
+
+    def _logprobs_of(self, decoder: Decoder, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         mask = None if batch.mask is None else batch.mask.to(hidden.device)
         return decoder.place.score(
             *(hidden, decoder.weights.head, batch.targets.to(hidden.device), self.settings.temperature),

@@ -24,7 +24,7 @@ from rl_engine.engines.evidence import sample_batch, samples_of
 from rl_engine.engines.kept import load_kept
 from rl_engine.engines.setup import train_engine, use_threads
 from rl_engine.engines.snapshot import SnapshotMismatch, own_digests
-from rl_engine.engines.train.builtin import TrainEngine
+from rl_engine.engines.train.builtin import Logprobs, TrainEngine
 from rl_engine.engines.train.state import StateMismatch, load_state
 from rl_engine.engines.types import Sample
 from rl_engine.ops.sample import DrawKey
@@ -57,12 +57,9 @@ def rescore(run_dir: Path, step: int) -> Arrays:
     _load(engine, known[step])
     _check(engine, reader, step, known[step])
     samples = samples_of(batch)
-    scored = engine.score(samples)
+    scored, draws = recompute(engine, samples, plan, step)
     vocabulary = engine.weights.config.vocabulary
-    arrays: Arrays = {"train_logprob": sample_batch(samples, scored, batch.samples, vocabulary).train_logprob}
-    if plan.mode == "consistency":
-        arrays |= redraw(engine, samples, plan, step)
-    return arrays
+    return {"train_logprob": sample_batch(samples, scored, batch.samples, vocabulary).train_logprob, **draws}
 
 
 def _load(engine: TrainEngine, place: WeightsPlace) -> None:
@@ -87,31 +84,32 @@ def _check(engine: TrainEngine, reader: RunReader, step: int, place: WeightsPlac
         )
 
 
-def redraw(engine: TrainEngine, samples: list[Sample], plan: Plan, step: int) -> Arrays:
-    """``tokens`` and ``retained_digest`` of a step, from the trainer's hidden rows and the plan's sampling settings."""
+def recompute(engine: TrainEngine, samples: list[Sample], plan: Plan, step: int) -> tuple[Logprobs, Arrays]:
+    """(the trainer's logprobs fp32 [R] per sample, in consistency mode ``tokens`` and ``retained_digest`` of all)."""
+    scored: dict[int, npt.NDArray[np.float32]] = {}
     tokens = [np.concatenate([s.prompt_tokens, s.response_tokens]).astype(np.int32) for s in samples]
     digests = [np.zeros((s.length, 32), dtype=np.uint8) for s in samples]
     with torch.no_grad():
-        for batch in engine.batches(samples):
-            hidden = engine.decoder.hidden_packed(batch.ids, batch.layout, False)
+        for batch, hidden, logprobs in engine.scoring_passes(samples):
             rows = batch.rows.to(hidden.device).split(batch.counts)
-            for index, own in zip(batch.indices, rows, strict=True):
-                start = len(samples[index].prompt_tokens)
-                for first in range(0, len(own), ROWS):
-                    here = slice(start + first, start + first + len(own[first : first + ROWS]))
-                    drawn, sets = _draw(
-                        engine, hidden[own[first : first + ROWS]], samples[index], here.start, plan, step
-                    )
-                    tokens[index][here] = drawn
-                    if sets is not None:
-                        digests[index][here] = sets
-    return {"tokens": np.concatenate(tokens), "retained_digest": np.concatenate(digests)}
+            for index, own, values in zip(batch.indices, rows, logprobs.split(batch.counts), strict=True):
+                scored[index] = values.cpu().numpy().copy()
+                if plan.mode != "consistency":
+                    continue
+                place = len(samples[index].prompt_tokens)
+                for part in own.split(ROWS):
+                    drawn, sets = _draw(engine, hidden[part], samples[index], place, plan, step)
+                    tokens[index][place : place + len(part)] = drawn
+                    digests[index][place : place + len(part)] = sets
+                    place += len(part)
+    draws = {"tokens": np.concatenate(tokens), "retained_digest": np.concatenate(digests)}
+    return [scored[index] for index in range(len(samples))], draws if plan.mode == "consistency" else {}
 
 
 def _draw(
     engine: TrainEngine, hidden: Tensor, sample: Sample, position: int, plan: Plan, step: int
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8] | None]:
-    """(tokens from ``position`` on, digests [R, 32] of their retained sets if there are any) from bf16 [R, H]."""
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+    """(tokens from ``position`` on, digests [R, 32] of their retained sets or zeros) from hidden bf16 [R, H]."""
     sampling = plan.sampling
     z, inv_t = engine.ops.logits(hidden, engine.weights.head), inverse_temperature(sampling.temperature)
     mask = retained_mask(z, inv_t, sampling.top_k, sampling.top_p)
@@ -120,7 +118,7 @@ def _draw(
     ]
     drawn = engine.ops.draw(z, inv_t, mask, keys).cpu().numpy().astype(np.int32)
     if mask is None:
-        return drawn, None
+        return drawn, np.zeros((len(hidden), 32), dtype=np.uint8)
     kept = np.unpackbits(mask.cpu().numpy(), axis=1, count=z.shape[1], bitorder="little")
     sets = [retained_digest(np.flatnonzero(row).astype(np.int32)) for row in kept]
     return drawn, np.frombuffer(b"".join(sets), dtype=np.uint8).reshape(-1, 32)

@@ -78,7 +78,7 @@ def test_equal_bits_pass_and_certify(tmp_path: Path, model: Path, monkeypatch: p
     found = {finding.name: finding for finding in record.findings}
     assert found["rescore"].status == found["redraw"].status == "PASS"
     assert found["rescore"].found == (
-        "13 logprobs of step 0 equal; not computed again, since their weights were not kept: steps 1"
+        "13 logprobs of step 0 equal; not computed again, of which no weights were kept: step 1"
     )
     assert found["redraw"].found == "13 tokens of step 0 drawn again, all equal, and 13 retained sets"
     assert sum("fresh process" in line for line in record.certifies) == 2
