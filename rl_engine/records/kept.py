@@ -18,6 +18,7 @@ from typing import Literal
 
 from rl_engine.records import paths
 from rl_engine.records.checkpoints import checkpoint_folders
+from rl_engine.records.files import require_folder
 
 FOLDER = "kept"
 _NAME = re.compile(r"step-([0-9]{5,9})\.safetensors")
@@ -85,6 +86,7 @@ def keep_weights(run_dir: Path, step: int, save: Callable[[Path], None]) -> bool
         return False
     folder = run_dir / FOLDER
     folder.mkdir(exist_ok=True)
+    require_folder(folder)
     for name in paths.list_folder(run_dir, FOLDER):
         (folder / name).unlink()
     final = folder / f"step-{step:05d}.safetensors"

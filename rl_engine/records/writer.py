@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 import psutil
 
 from rl_engine.numerics.digest import map_digest
+from rl_engine.records import kept as kept_weights
 from rl_engine.records import paths
 from rl_engine.records.codec import RecordError, canonical_digest, canonical_json, encode
 from rl_engine.records.environment import utc_now
@@ -147,7 +148,8 @@ class RunWriter:
         try:
             if "finished" in {record.name for record in RunReader(run_dir).states()}:
                 raise UserError(f"a run that is {writer._state}", "an unfinished run", "rlk-repro validate judges it")
-            for folder in (".", paths.SAMPLES_DIR, paths.ROUTES_DIR, paths.WEIGHTS_DIR):
+            kept = (kept_weights.FOLDER,) if (writer.run_dir / kept_weights.FOLDER).exists() else ()
+            for folder in (".", paths.SAMPLES_DIR, paths.ROUTES_DIR, paths.WEIGHTS_DIR, *kept):
                 for entry in (writer.run_dir / folder).iterdir():
                     if entry.name.startswith(".") and entry.name.endswith(".partial"):
                         entry.unlink()

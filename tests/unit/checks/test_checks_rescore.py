@@ -14,6 +14,7 @@ from rl_engine.checks import validate
 from rl_engine.checks.rescore import rescore_finding, rescore_findings, wanted_steps
 from rl_engine.checks.validate import record_validation, run_validation
 from rl_engine.numerics.digest import tensor_digest
+from rl_engine.records.codec import RecordError
 from rl_engine.records.errors import UserError
 from rl_engine.records.kept import choose, keep_weights, records_digest
 from rl_engine.records.reader import RunReader
@@ -246,3 +247,8 @@ def test_a_failed_write_leaves_no_partial_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space"):
         keep_weights(tmp_path, 1, full)
     assert list((tmp_path / "kept").iterdir()) == []
+    (tmp_path / "kept").rmdir()
+    (tmp_path / "kept").symlink_to(tmp_path / "samples")
+    with pytest.raises(RecordError, match="not a folder"):
+        keep_weights(tmp_path, 1, lambda path: path.write_bytes(b"") and None)
+    assert (tmp_path / "samples/step-00001.safetensors").exists()
