@@ -28,7 +28,7 @@ from rl_engine.records.checkpoints import latest_checkpoint, write_checkpoint
 from rl_engine.records.codec import RecordError
 from rl_engine.records.environment import collect_environment
 from rl_engine.records.errors import UserError
-from rl_engine.records.kept import keep_weights
+from rl_engine.records.kept import keep_or_drop, offer_weights
 from rl_engine.records.reader import RunReader
 from rl_engine.records.sources import source_record
 from rl_engine.records.statistics import logprob_statistics
@@ -73,7 +73,7 @@ class LocalRun:
         self.fleet: Any = None
         self.pids: dict[str, int] = {}
         self._keeps = plan.backend == "cpu"  # a GPU's models are large
-        self._snapshots: list[Any] = []  # where they may be kept: the trainer's present weights, in the object store
+        self._exported: list[Any] = []  # the last sync's weights, in the object store until they are offered
         self._captured: set[tuple[str, int]] = set()  # graphs that the record knows of
 
     # -- the loop
@@ -156,9 +156,9 @@ class LocalRun:
             advantages = self._advantages(step, records, samples)
             update: UpdateResult = self._train("training", "step", samples, advantages, old, scored.reference)
             watch.lap()
-            drawn_with = self._snapshots
             self._sync(step + 1)
             seconds["weight_sync"] = watch.lap()
+            self._offer(step + 1)
             if step < self.writer.next_step:
                 record = self._step_record(step, batch, scored, update, {**seconds, "other": 0.0})
                 self.writer.confirm(record, batch)
@@ -167,7 +167,7 @@ class LocalRun:
             self._save(step + 1)
             seconds["other"] = watch.lap()
             self._record(step, batch, scored, update, seconds)
-            self._keep(step, drawn_with)
+            keep_or_drop(self.writer.run_dir, step)
 
     # -- the phases
 
@@ -182,6 +182,7 @@ class LocalRun:
             for _, record in self.guard(lambda: self.fleet.every("environment")):
                 self.writer.environment(record)
         self._sync(0)  # on resuming too: the model must be the one that the run began with
+        self._offer(0)
 
     def _restore(self) -> int:
         """The first step to compute: after the newest trainer state that belongs to finished steps.
@@ -199,6 +200,7 @@ class LocalRun:
             with self.display.task(f"{self.plan.mode}: restoring the trainer"):
                 self.guard(lambda: self.fleet.train("restore", str(folder)))
             self._sync(state.weight_version)
+            self._offer(state.weight_version)
             first, why = state.next_step, "; ".join(passed_over)
         self.writer.event("resumed", first_step=first, finished_steps=done, passed_over=why)
         again = f"; steps {first + 1} to {done} are computed again and compared" if first < done else ""
@@ -326,7 +328,7 @@ class LocalRun:
         """The trainer's weights to every rollout rank; the first version is already there, from the checkpoint."""
         with self.display.task(f"{self.plan.mode}: weights"):
             snapshots, digests = self.guard(self.fleet.export)
-            self._snapshots = snapshots if self._keeps else []
+            self._exported = snapshots
             digest = self.writer.weights(version, digests)
             if version:
                 self.guard(lambda: self.fleet.load(snapshots))
@@ -336,10 +338,12 @@ class LocalRun:
                 place = {"engine": member.engine, "rank": member.rank}
                 self.writer.event("weights_loaded", version=version, digest=digest, **place)
 
-    def _keep(self, step: int, snapshots: list[Any]) -> None:
-        """Perhaps the weights of a step that is recorded, for a fresh process to compute it again."""
-        if self._keeps:
-            keep_weights(self.writer.run_dir, step, lambda path: save_kept(self.ray.get(snapshots), path))
+    def _offer(self, version: int) -> None:
+        """Hands the last sync's memory back; before, the weights that the next step draws with go to a file, since they
+        may be kept once it is over."""
+        exported, self._exported = self._exported, []
+        if self._keeps and max(self.writer.next_step, 1) <= version < self.plan.rollouts:
+            offer_weights(self.writer.run_dir, version, lambda path: save_kept(self.ray.get(exported), path))
 
     def _record(
         self, step: int, batch: SampleBatch, scored: Scored, update: UpdateResult, seconds: dict[str, float]

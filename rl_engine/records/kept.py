@@ -74,27 +74,39 @@ def choose(digest: str, count: int) -> int:
     return int(digest, 16) % count
 
 
-def keep_weights(run_dir: Path, step: int, save: Callable[[Path], None]) -> bool:
-    """After step ``step`` is recorded: keeps its weights, by ``save``, in the place of those kept before, or leaves it.
-    In the end every step but 0 was as likely as any other. What decides is the digest of ``steps.jsonl``, where every
-    step left its times too, and of the step's samples. Whether they were kept.
+def offer_weights(run_dir: Path, step: int, save: Callable[[Path], None]) -> None:
+    """Before step ``step`` is computed: writes its weights, by ``save``, under a name that counts for nothing yet.
 
     Raises:
-        OSError: the disk is full or failing; what was kept before is gone or whole.
+        OSError: the disk is full or failing; nothing of the file is left.
     """
-    if step == 0 or choose(_digest(run_dir, [paths.STEPS, paths.samples_name(step, "safetensors")]), step) != 0:
-        return False
-    folder = run_dir / FOLDER
-    folder.mkdir(exist_ok=True)
-    require_folder(folder)
-    for name in paths.list_folder(run_dir, FOLDER):
-        (folder / name).unlink()
-    final = folder / f"step-{step:05d}.safetensors"
-    partial = final.with_name(f".{final.name}.partial")
+    (run_dir / FOLDER).mkdir(exist_ok=True)
+    require_folder(run_dir / FOLDER)
+    offered = _offered(run_dir, step)
+    offered.unlink(missing_ok=True)
     try:
-        save(partial)
-        os.replace(partial, final)
+        save(offered)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        offered.unlink(missing_ok=True)
         raise
+
+
+def keep_or_drop(run_dir: Path, step: int) -> bool:
+    """After step ``step`` is recorded: keeps its weights, if they were offered, in the place of those kept before, or
+    drops them. In the end every offered step was as likely as any other. What decides is the digest of ``steps.jsonl``,
+    where every step left its times too, and of the step's samples. Whether they were kept."""
+    offered = _offered(run_dir, step)
+    if not offered.exists():
+        return False
+    if choose(_digest(run_dir, [paths.STEPS, paths.samples_name(step, "safetensors")]), step) != 0:
+        offered.unlink()
+        return False
+    for name in paths.list_folder(run_dir, FOLDER):
+        if name != offered.name:
+            (run_dir / FOLDER / name).unlink()
+    os.replace(offered, offered.with_name(f"step-{step:05d}.safetensors"))
     return True
+
+
+def _offered(run_dir: Path, step: int) -> Path:
+    return run_dir / FOLDER / f".step-{step:05d}.safetensors.partial"

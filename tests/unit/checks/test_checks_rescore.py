@@ -16,7 +16,7 @@ from rl_engine.checks.validate import record_validation, run_validation
 from rl_engine.numerics.digest import tensor_digest
 from rl_engine.records.codec import RecordError
 from rl_engine.records.errors import UserError
-from rl_engine.records.kept import choose, keep_weights, records_digest
+from rl_engine.records.kept import choose, keep_or_drop, offer_weights, records_digest
 from rl_engine.records.reader import RunReader
 from rl_engine.records.samples import retained_digest
 from rl_engine.records.types import SampleBatch
@@ -224,11 +224,13 @@ def test_every_later_step_is_as_likely_to_be_kept(tmp_path: Path) -> None:
         (folder / "samples").mkdir(parents=True)
         lines = ""
         for step in range(4):
+            if step:
+                offer_weights(folder, step, lambda path, step=step: path.write_text(str(step)) and None)
             lines += f"run {run}, step {step}\n"
             (folder / "steps.jsonl").write_text(lines)
             (folder / f"samples/step-{step:05d}.safetensors").write_bytes(b"")
-            kept = keep_weights(folder, step, lambda path, step=step: path.write_text(str(step)) and None)
-            assert not kept or step
+            kept = keep_or_drop(folder, step)
+            assert kept == (folder / f"kept/step-{step:05d}.safetensors").exists() and (step or not kept)
         (file,) = (folder / "kept").iterdir()
         assert file.name == f"step-{int(file.read_text()):05d}.safetensors"
         counts[int(file.read_text())] += 1
@@ -236,19 +238,16 @@ def test_every_later_step_is_as_likely_to_be_kept(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_leaves_no_partial_file(tmp_path: Path) -> None:
-    (tmp_path / "samples").mkdir()
-    (tmp_path / "steps.jsonl").write_text("")
-    (tmp_path / "samples/step-00001.safetensors").write_bytes(b"")
-
     def full(path: Path) -> None:
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        keep_weights(tmp_path, 1, full)
+        offer_weights(tmp_path, 1, full)
     assert list((tmp_path / "kept").iterdir()) == []
     (tmp_path / "kept").rmdir()
-    (tmp_path / "kept").symlink_to(tmp_path / "samples")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "kept").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RecordError, match="not a folder"):
-        keep_weights(tmp_path, 1, lambda path: path.write_bytes(b"") and None)
-    assert (tmp_path / "samples/step-00001.safetensors").exists()
+        offer_weights(tmp_path, 1, lambda path: path.write_bytes(b"") and None)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
