@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rl_engine.checks.finding import Finding
-from rl_engine.checks.rescore import rescore_findings
+from rl_engine.checks.rescore import reach, rescore_findings
 from rl_engine.checks.validate import run_validation
 from rl_engine.config.plan import Plan
 from rl_engine.engines.types import Sample, UpdateResult
@@ -113,6 +113,34 @@ def test_an_honest_run_passes_and_every_step_comes_out_again(
     for step in RunReader(run).steps():
         assert (step.score_tokens, step.ratio_mismatches) == (step.tokens_compared, 0)
         assert step.score_calls is not None and step.score_calls > 0
+
+
+class DiesInTheThirdStep(TrainWorker):
+    def step(self, *arguments: Any) -> UpdateResult:
+        if self.engine.version == 2:
+            raise RuntimeError("as asked")
+        return super().step(*arguments)
+
+
+@pytest.mark.parametrize("states", ["0", "1"])
+def test_a_resumed_run_keeps_weights_that_give_its_bits(
+    wide_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: str
+) -> None:
+    """Without trainer states finished steps are computed again; with them the last step has one as its weights."""
+    plan = plan_for(tmp_path, wide_model, "--rollouts", "3", "--checkpoint-every", states)
+    with pytest.raises(RuntimeError, match="as asked"):
+        plain_run(plan, monkeypatch, DiesInTheThirdStep)
+    assert len(RunReader(plan.run_dir).steps()) == 2
+    run = plain_run(plan, monkeypatch)
+    assert failed(run_validation(run)) == set()
+    (kept,) = (run / "kept").iterdir()
+    step = int(kept.name.removeprefix("step-").removesuffix(".safetensors"))
+    assert reach(RunReader(run))[0] == ([0, step] if states == "0" else sorted({0, step, 2}))
+    if states == "1":
+        step = 2
+        kept.unlink()
+    again = rescore_findings(run, step)
+    assert [finding.name for finding in again] == ["rescore", "redraw"] and failed(again) == set()
 
 
 @pytest.mark.parametrize(

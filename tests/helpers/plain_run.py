@@ -18,6 +18,7 @@ from rl_engine.entrypoints.repro import _request
 from rl_engine.orchestrators import fleet, local
 from rl_engine.orchestrators.actors import RolloutWorker, TrainWorker
 from rl_engine.orchestrators.display import Display
+from rl_engine.records.reader import RunReader
 from rl_engine.records.types import PassRecord
 
 
@@ -89,11 +90,13 @@ def plain_run(
     trainer: type[TrainWorker] = TrainWorker,
     rollout: type[RolloutWorker] = RolloutWorker,
 ) -> Path:
-    """Runs ``plan`` to its end with these workers, without their start-up proof; its directory, not validated."""
+    """Runs ``plan`` to its end with these workers, without their start-up proof, or goes on with it; its directory, not
+    validated."""
     for worker in (trainer, rollout):
         monkeypatch.setattr(worker, "_prove", lambda self: "0" * 64)
     monkeypatch.setattr(local, "Fleet", lambda head, plan: _Fleet(plan, trainer, rollout))
-    run = local.LocalRun(plan, Display())
+    earlier = RunReader(plan.run_dir) if Path(plan.run_dir).exists() else None
+    run = local.LocalRun(plan, Display(), earlier)
     run.claim()
     run.run(types.SimpleNamespace(ray=_NoRay), types.SimpleNamespace(peaks={}, peak=0))  # type: ignore[arg-type]
     return Path(plan.run_dir)
