@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-import numpy as np
-
 from rl_engine.checks.finding import Finding
 from rl_engine.checks.gates import GATES
-from rl_engine.checks.gates.evidence import NOT_JUDGED, RunEvidence, locate, run_gate
+from rl_engine.checks.gates.evidence import NOT_JUDGED, RunEvidence, run_gate
+from rl_engine.checks.rescore import rescore_finding, rescore_findings, wanted_steps
 from rl_engine.checks.seal import seal_run, verify_seal
-from rl_engine.numerics.bits import compare_bits
-from rl_engine.records import paths
 from rl_engine.records.codec import RecordError, encode
 from rl_engine.records.environment import utc_now
 from rl_engine.records.errors import UserError
 from rl_engine.records.reader import RunReader
-from rl_engine.records.samples import check_arrays, load_tensors
 from rl_engine.records.statistics import merge_statistics
 from rl_engine.records.types import FindingRecord, Status, ValidationRecord
 from rl_engine.records.writer import RunWriter
 
 # A run in one of these states may still be written by its orchestrator: validation then only looks.
 _LIVE = ("planned", "running")
-_RESCORE_SECONDS = 6 * 3600
-_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+
+__all__ = ["conclusions", "main", "passed", "record_validation", "rescore_finding", "run_validation"]
 
 
 def run_validation(run_dir: Path | str) -> list[Finding]:
@@ -90,8 +82,11 @@ def conclusions(evidence: RunEvidence, findings: Sequence[Finding]) -> tuple[tup
         "who wrote these files: keep the root that sealing prints elsewhere, and compare with --expect-root",
     ]
     names = {finding.name: finding.status for finding in findings}
+    again = {finding.name: finding.found for finding in findings if finding.name in ("rescore", "redraw")}
     if names.get("rescore") != "PASS":
         limits.append("that a fresh process computes the same logprobs from the recorded tokens (use --rescore)")
+    elif evidence.plan.mode == "consistency":
+        limits.append("logprobs and draws of the steps that no fresh process computed again")
     if names.get("evidence") == "WARN" or evidence.plan.evidence != "formal":
         limits.append("clean sources on a tested topology: this is not formal evidence")
     if not passed(findings):
@@ -109,74 +104,34 @@ def conclusions(evidence: RunEvidence, findings: Sequence[Finding]) -> tuple[tup
         "every planned operator ran through its planned provider on both sides, with measured calls",
         "every rollout rank loaded exactly the bits that the trainer exported, version by version",
     ]
-    if names.get("rescore") == "PASS":
-        shown.append("a fresh process computed the same logprob bits from the recorded tokens")
+    shown += [f"a fresh process computed the same bits from the recorded tokens: {text}" for text in again.values()]
     return tuple(shown), tuple(limits)
-
-
-def rescore_finding(run_dir: Path | str, step: int) -> Finding:
-    """Recompute one step's logprobs in a fresh process and compare them as bits with the recorded ones.
-
-    The child is this interpreter with this package, never a path out of the run directory; ``-P`` keeps modules in the
-    working directory (which may be a stranger's run) out of its reach.
-    """
-    expected = f"the recorded train logprobs of step {step}, bit for bit"
-    reader = RunReader(run_dir)
-    try:
-        batch = reader.samples(step)
-        with tempfile.TemporaryDirectory(prefix="rlk-rescore-") as folder:
-            out = Path(folder) / "rescore.safetensors"
-            command = [sys.executable, "-P", "-m", "rl_engine.engines.train.rescore", "--run-dir", str(reader.run_dir)]
-            command += ["--step", str(step), "--out", str(out)]
-            # Relative entries would lead into the working directory again.
-            inherited = filter(os.path.isabs, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_PACKAGE_ROOT), *inherited])}
-            done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=_RESCORE_SECONDS,
-                check=False,
-                env=environment,
-            )
-            if done.returncode != 0:
-                lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
-                text = f"exit {done.returncode}: {lines[-1][:300] if lines else 'no message'}"
-                return Finding("rescore", "FAIL", text, expected, " ".join(command[:-2]))
-            data = paths.read_bounded(out.parent, out.name, paths.TENSOR_LIMIT)
-        arrays = load_tensors(data, "rescore")
-        check_arrays(arrays, {"train_logprob": np.float32}, "rescore")
-    except (UserError, OSError, subprocess.TimeoutExpired) as error:
-        return Finding("rescore", "FAIL", str(error)[:300], expected, "run `validate` without --rescore first")
-    result = compare_bits(arrays["train_logprob"], batch.train_logprob)
-    if result.equal:
-        compared = int(np.count_nonzero(batch.loss_mask))
-        return Finding("rescore", "PASS", f"{compared} logprobs of step {step} equal", expected, "")
-    where = f" ({locate(batch, result.first_index[0])})" if result.first_index else ""
-    hint = "sources, model or machine are not those of the run; see `compare` and environment-*.json"
-    return Finding("rescore", "FAIL", f"{result.reason}{where}", expected, hint)
 
 
 def main(
     run_dir: Path | str,
     *,
     seal: bool = False,
-    rescore: bool | int | None = None,
+    rescore: bool | str | int | None = None,
     expect_root: str | None = None,
     json_output: bool = False,
 ) -> int:
     """The verb ``validate``: print every finding, write what may be written, seal when asked; returns 0 or 1.
 
-    ``rescore`` True means step 0, a number that step. A sealed run is only read.
+    ``rescore`` True (or ``chosen``) means the step that the records' digest chooses, ``all`` every step whose weights
+    are there, a number that step. A sealed run is only read.
 
     Raises:
-        UserError: no run directory.
+        UserError: no run directory, or a step of which the weights are not there.
     """
     reader = RunReader(run_dir)
+    wanted = "chosen" if rescore is True else rescore
+    if wanted is not None and wanted is not False:
+        wanted_steps(reader, wanted)
     evidence = RunEvidence(reader)
     findings = _judge(evidence)
-    if rescore is not None and rescore is not False:
-        findings.append(rescore_finding(run_dir, 0 if rescore is True else int(rescore)))
+    if wanted is not None and wanted is not False:
+        findings += rescore_findings(run_dir, wanted)
     if reader.sealed:
         findings += verify_seal(reader.run_dir, expect_root)
     elif expect_root and not seal:

@@ -95,6 +95,19 @@ class WeightSnapshot:
     digests: dict[str, str]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scored:
+    """The trainer's logprobs of a step, fp32 [R] per sample, and the frozen reference's where the loss has a KL term.
+    ``calls`` of ``selected_logp`` and their rows, ``tokens``, were measured in one rank while the first were computed.
+    """
+
+    logprobs: list[npt.NDArray[np.float32]]
+    reference: list[npt.NDArray[np.float32]] | None
+    calls: int
+    tokens: int
+    seconds: float
+
+
 @dataclasses.dataclass(frozen=True)
 class UpdateResult:
     """One update. ``entropy_mean`` in nats over loss tokens; ``ratio_mismatches`` counts tokens whose recomputed

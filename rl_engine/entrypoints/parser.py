@@ -138,7 +138,13 @@ def _add_validate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", metavar="DIR", help="run directory")
     parser.add_argument("--run-dir", metavar="DIR", help="run directory")
     parser.add_argument("--seal", action="store_true", help="write COMPLETE and print its root hash")
-    parser.add_argument("--rescore", action="store_true", help="recompute a step's logprobs in one fresh process")
+    parser.add_argument(
+        "--rescore",
+        nargs="?",
+        const="chosen",
+        metavar="N|all",
+        help="compute a step again in one fresh process: the one that the records' digest chooses, step N, or all",
+    )
     parser.add_argument("--expect-root", metavar="HASH", help="root hash that COMPLETE must have")
 
 

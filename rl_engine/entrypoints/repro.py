@@ -178,7 +178,7 @@ def _execute(args: argparse.Namespace, *, dry_run: bool, detach: bool) -> int:
     plans = [item.plan for item in resolved]
     if detach:
         return _room("rl_engine.orchestrators.detached", "run --detach").start(plans, json_output=args.json)
-    return _room("rl_engine.orchestrators.runs", "run").run(plans, json_output=args.json)
+    return _room("rl_engine.orchestrators.runs", "run").run(plans, json_output=args.json, rescore=args.verb == "verify")
 
 
 def _check_machine(subject: object) -> None:
@@ -247,16 +247,19 @@ def _matrix(args: argparse.Namespace) -> int:
 def _validate(args: argparse.Namespace) -> int:
     from rl_engine.records.errors import UserError
 
+    rescore: str | int | None = args.rescore
     given = [folder for folder in (args.run, args.run_dir) if folder]
+    if isinstance(rescore, str) and rescore.isascii() and rescore.isdecimal() and len(rescore) <= 9:
+        rescore = int(rescore)
+    elif rescore not in (None, "chosen", "all"):
+        given, rescore = [rescore, *given], "chosen"  # --rescore without a value, then the run
     if len(given) != 1:
         raise UserError(f"{len(given)} run directories", "exactly one", "rlk-repro validate --run-dir DIR")
     run_dir = Path(given[0])
     if not run_dir.is_dir():
         raise UserError(f"no run directory {run_dir}", "the run_dir that `run` printed", "check --run-dir")
     validate = _room("rl_engine.checks.validate", "validate")
-    return validate.main(
-        run_dir, seal=args.seal, rescore=args.rescore, expect_root=args.expect_root, json_output=args.json
-    )
+    return validate.main(run_dir, seal=args.seal, rescore=rescore, expect_root=args.expect_root, json_output=args.json)
 
 
 def _report(args: argparse.Namespace) -> int:

@@ -159,6 +159,14 @@ class Route:
 Calls = collections.Counter[tuple[str, str, int]]  # (operator, dtype, bucket of rows) -> calls
 
 
+@dataclasses.dataclass
+class Counted:
+    """Calls of one operator while somebody counted, and the rows of all of them."""
+
+    calls: int = 0
+    rows: int = 0
+
+
 class Operators:
     """What models and engines call. One method per operator; see the operator's package for its contract."""
 
@@ -170,6 +178,7 @@ class Operators:
         self._providers = {name: provider(name, providers[name]) for name in OPERATORS}
         self._calls: Calls = collections.Counter()
         self._replayed: Calls = collections.Counter()
+        self._counted: dict[str, Counted] = {}
 
     def check_device(self, device: torch.device) -> None:
         """
@@ -185,6 +194,9 @@ class Operators:
         """Counts one call of ``operator`` on the rows of ``x``."""
         rows = x.shape[0] if x.dim() else 1
         self._calls[operator, _dtype_name(x.dtype), 1 << max(rows - 1, 0).bit_length()] += 1
+        if operator in self._counted:
+            self._counted[operator].calls += 1
+            self._counted[operator].rows += rows
 
     def provider(self, operator: str) -> Any:
         """The provider's kernels, for code that moves partials between ranks; it counts its own calls."""
@@ -193,6 +205,16 @@ class Operators:
     def _use(self, operator: str, x: Tensor) -> Any:
         self.count(operator, x)
         return self._providers[operator]
+
+    @contextlib.contextmanager
+    def counting(self, operator: str) -> Iterator[Counted]:
+        """Counts the launched calls of ``operator`` inside, apart from all others."""
+        assert operator not in self._counted, "one count of an operator at a time"
+        counted = self._counted[operator] = Counted()
+        try:
+            yield counted
+        finally:
+            del self._counted[operator]
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Calls]:

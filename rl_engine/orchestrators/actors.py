@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from rl_engine.config.plan import DEVICE_KINDS, Plan
 from rl_engine.engines.evidence import route_records
-from rl_engine.engines.types import Request, Sample, UpdateResult, WeightSnapshot
+from rl_engine.engines.types import Request, Sample, Scored, UpdateResult, WeightSnapshot
 from rl_engine.numerics.contract import Contract
 from rl_engine.orchestrators.memory import peak_resident, return_memory
 from rl_engine.orchestrators.tokens import Tokenizer
@@ -178,14 +178,15 @@ class TrainWorker(_Worker):
         self.engine = train_engine(self.plan, self.mesh, self.device)
 
     @on_device
-    def score(self, samples: list[Sample]) -> tuple[Logprobs, Logprobs | None, float]:
-        """(logprobs, the reference model's or None, seconds)."""
+    def score(self, samples: list[Sample]) -> Scored:
+        """The logprobs, the reference model's too where the loss asks for them."""
         started = time.perf_counter()
         self._report(0, 0)
-        logprobs = self.engine.score(samples, self._report)
+        with self.engine.ops.counting("selected_logp") as counted:
+            logprobs = self.engine.score(samples, self._report)
         reference = self.engine.score_reference(samples) if self.plan.loss.kl_coef > 0 else None
         self._return_memory()
-        return logprobs, reference, time.perf_counter() - started
+        return Scored(logprobs, reference, counted.calls, counted.rows, time.perf_counter() - started)
 
     @on_device
     def step(

@@ -13,9 +13,10 @@ from rl_engine.config.codec import plan_digest, plan_to_json
 from rl_engine.config.plan import Plan
 from rl_engine.data.prompts import Prompt, encode_prompt, open_prompts
 from rl_engine.engines.evidence import sample_batch
+from rl_engine.engines.kept import save_kept
 from rl_engine.engines.setup import model_config
 from rl_engine.engines.train.grpo import group_advantages
-from rl_engine.engines.types import Request, Sample, UpdateResult, canonical
+from rl_engine.engines.types import Request, Sample, Scored, UpdateResult, canonical
 from rl_engine.orchestrators.actors import SOURCE_ROOT
 from rl_engine.orchestrators.display import Advance, Display, Stopwatch, step_line
 from rl_engine.orchestrators.fleet import Fleet
@@ -27,6 +28,7 @@ from rl_engine.records.checkpoints import latest_checkpoint, write_checkpoint
 from rl_engine.records.codec import RecordError
 from rl_engine.records.environment import collect_environment
 from rl_engine.records.errors import UserError
+from rl_engine.records.kept import keep_or_drop, offer_weights
 from rl_engine.records.reader import RunReader
 from rl_engine.records.sources import source_record
 from rl_engine.records.statistics import logprob_statistics
@@ -70,6 +72,8 @@ class LocalRun:
         self.steps: list[StepRecord] = earlier.steps() if self.finished and earlier is not None else []
         self.fleet: Any = None
         self.pids: dict[str, int] = {}
+        self._keeps = plan.backend == "cpu"  # a GPU's models are large
+        self._exported: list[Any] = []  # the last sync's weights, in the object store until they are offered
         self._captured: set[tuple[str, int]] = set()  # graphs that the record knows of
 
     # -- the loop
@@ -146,20 +150,24 @@ class LocalRun:
             watch.lap()
             records = self._judge(step, prompts, samples)
             seconds["reward"] = watch.lap()
-            old, reference, seconds["old_logp"] = self._train("scoring", "score", samples)
+            scored: Scored = self._train("scoring", "score", samples)
+            old, seconds["old_logp"] = scored.logprobs, scored.seconds
             batch = sample_batch(samples, old, records, self.config.vocabulary)
             advantages = self._advantages(step, records, samples)
-            update: UpdateResult = self._train("training", "step", samples, advantages, old, reference)
+            update: UpdateResult = self._train("training", "step", samples, advantages, old, scored.reference)
             watch.lap()
             self._sync(step + 1)
             seconds["weight_sync"] = watch.lap()
+            self._offer(step + 1)
             if step < self.writer.next_step:
-                self.writer.confirm(self._step_record(step, batch, update, {**seconds, "other": 0.0}), batch)
+                record = self._step_record(step, batch, scored, update, {**seconds, "other": 0.0})
+                self.writer.confirm(record, batch)
                 continue
             self.writer.samples(step, batch)
             self._save(step + 1)
             seconds["other"] = watch.lap()
-            self._record(step, batch, update, seconds)
+            self._record(step, batch, scored, update, seconds)
+            keep_or_drop(self.writer.run_dir, step)
 
     # -- the phases
 
@@ -174,6 +182,7 @@ class LocalRun:
             for _, record in self.guard(lambda: self.fleet.every("environment")):
                 self.writer.environment(record)
         self._sync(0)  # on resuming too: the model must be the one that the run began with
+        self._offer(0)
 
     def _restore(self) -> int:
         """The first step to compute: after the newest trainer state that belongs to finished steps.
@@ -191,6 +200,7 @@ class LocalRun:
             with self.display.task(f"{self.plan.mode}: restoring the trainer"):
                 self.guard(lambda: self.fleet.train("restore", str(folder)))
             self._sync(state.weight_version)
+            self._offer(state.weight_version)
             first, why = state.next_step, "; ".join(passed_over)
         self.writer.event("resumed", first_step=first, finished_steps=done, passed_over=why)
         again = f"; steps {first + 1} to {done} are computed again and compared" if first < done else ""
@@ -318,6 +328,7 @@ class LocalRun:
         """The trainer's weights to every rollout rank; the first version is already there, from the checkpoint."""
         with self.display.task(f"{self.plan.mode}: weights"):
             snapshots, digests = self.guard(self.fleet.export)
+            self._exported = snapshots
             digest = self.writer.weights(version, digests)
             if version:
                 self.guard(lambda: self.fleet.load(snapshots))
@@ -327,20 +338,29 @@ class LocalRun:
                 place = {"engine": member.engine, "rank": member.rank}
                 self.writer.event("weights_loaded", version=version, digest=digest, **place)
 
-    def _record(self, step: int, batch: SampleBatch, update: UpdateResult, seconds: dict[str, float]) -> None:
+    def _offer(self, version: int) -> None:
+        """Hands the last sync's memory back; before, the weights that the next step draws with go to a file, since they
+        may be kept once it is over."""
+        exported, self._exported = self._exported, []
+        if self._keeps and max(self.writer.next_step, 1) <= version < self.plan.rollouts:
+            offer_weights(self.writer.run_dir, version, lambda path: save_kept(self.ray.get(exported), path))
+
+    def _record(
+        self, step: int, batch: SampleBatch, scored: Scored, update: UpdateResult, seconds: dict[str, float]
+    ) -> None:
         changed = update.changed_elements
         self.writer.event("update", step=step, changed_elements=changed, elements=update.elements)
         if self.plan.mode == "consistency" and update.ratio_mismatches:
             text = f"step {step + 1}: {update.ratio_mismatches} tokens with a ratio that is not 1 on an exact path"
             self._warn("ratio_mismatch", text, step=step, count=update.ratio_mismatches)
-        record = self._step_record(step, batch, update, seconds)
+        record = self._step_record(step, batch, scored, update, seconds)
         self.writer.step(record)
         self.steps.append(record)
         self.writer.log(step_line(self.plan.mode, record, self.plan.rollouts))
         self.display.step(self.plan.mode, record, self.plan.rollouts)
 
     def _step_record(
-        self, step: int, batch: SampleBatch, update: UpdateResult, seconds: dict[str, float]
+        self, step: int, batch: SampleBatch, scored: Scored, update: UpdateResult, seconds: dict[str, float]
     ) -> StepRecord:
         statistics = logprob_statistics(batch)
         records = batch.samples
@@ -366,6 +386,9 @@ class LocalRun:
             seconds=StepSeconds(train=update.seconds_train, optimizer=update.seconds_optimizer, **seconds),
             train_tokens_per_s=update.train_tokens / (update.seconds_train + update.seconds_optimizer),
             rollout_tokens_per_gpu_s=responses / seconds["rollout"],
+            score_calls=scored.calls,
+            score_tokens=scored.tokens,
+            ratio_mismatches=update.ratio_mismatches,
         )
 
     def _end(self, memory: MemoryWatch) -> None:

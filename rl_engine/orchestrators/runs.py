@@ -34,11 +34,14 @@ def check(plans: list[Plan]) -> None:
         LocalRun(plan, Display())
 
 
-def run(plans: list[Plan], *, json_output: bool, earlier: Sequence[RunReader | None] = ()) -> int:
+def run(
+    plans: list[Plan], *, json_output: bool, earlier: Sequence[RunReader | None] = (), rescore: bool = False
+) -> int:
     """Runs every plan in turn, validates each, and judges a pair. Returns the exit code.
 
     Args:
         earlier: for every plan the directory to go on with, or None; empty where all are new.
+        rescore: a fresh process computes a step again on every backend, not on a CPU alone.
 
     Raises:
         UserError: an input that cannot be used; nothing has run, or the run directory says what happened.
@@ -48,15 +51,15 @@ def run(plans: list[Plan], *, json_output: bool, earlier: Sequence[RunReader | N
     runs = [LocalRun(plan, display, old) for plan, old in zip(plans, earlier or [None] * len(plans), strict=True)]
     word = supervise(lambda why: _lost(runs, why, json_output))
     with interruptible():  # to the last word: an impatient second signal must not keep it back
-        return _said(runs, display, word, json_output)
+        return _said(runs, display, word, json_output, rescore)
 
 
-def _said(runs: list[LocalRun], display: Display, word: Word, json_output: bool) -> int:
+def _said(runs: list[LocalRun], display: Display, word: Word, json_output: bool, rescore: bool) -> int:
     """The runs, and how they ended: in the display, on stdout, and to the waiting process."""
     status, code = "failed", 3
     try:
         hear()
-        code = _run_all(runs, display, word)
+        code = _run_all(runs, display, word, rescore)
         status = "failed" if code else "succeeded"
     except (RunFailed, HeadFailed) as error:
         display.say(f"rlk-repro: run failed: {error}{_remains(runs)}")
@@ -94,7 +97,7 @@ def _lost(runs: list[LocalRun], why: str, json_output: bool) -> None:
     print_runs([local.plan for local in runs if local.started or local.finished], "failed", json_output)
 
 
-def _run_all(runs: list[LocalRun], display: Display, word: Word) -> int:
+def _run_all(runs: list[LocalRun], display: Display, word: Word, rescore: bool) -> int:
     plans = [local.plan for local in runs]
     open_runs = [local for local in runs if not local.finished]
     model_bytes = 2 * sum(math.prod(shape) for shape in runs[0].config.tensor_shapes().values())
@@ -112,7 +115,7 @@ def _run_all(runs: list[LocalRun], display: Display, word: Word) -> int:
             local.run(head, memory)
         if len(runs) == 2 and runs[0].fleet is not None:
             baseline = _baseline(runs[0])
-    return verdict(plans, [local.steps for local in runs], display, baseline, memory.peak)
+    return verdict(plans, [local.steps for local in runs], display, baseline, memory.peak, rescore)
 
 
 def _baseline(local: LocalRun) -> tuple[int, float]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from rl_engine.checks.rescore import rescore_findings
 from rl_engine.checks.validate import passed, record_validation, run_validation
 from rl_engine.config.plan import Plan
 from rl_engine.orchestrators.display import Display, rollout_speed, summary_table, total_seconds, verdict_lines
@@ -22,8 +23,10 @@ def verdict(
     display: Display,
     baseline: tuple[int, float] | None,
     peak: int,
+    rescore: bool = False,
 ) -> int:
-    """Validates every run, judges a pair, and prints both. Returns the exit code.
+    """Validates every run, computes a step of it again in a fresh process on a CPU or where ``rescore`` asks for it,
+    judges a pair, and prints all. Returns the exit code.
 
     Args:
         baseline: (tokens, seconds) of transformers' generate, or None.
@@ -33,10 +36,16 @@ def verdict(
     for plan in plans:
         with display.task(f"{plan.mode}: validating"):
             findings = run_validation(plan.run_dir)
+        if rescore or plan.backend == "cpu":
+            with display.task(f"{plan.mode}: computing a step again in a fresh process"):
+                findings += rescore_findings(plan.run_dir)
+        with display.task(f"{plan.mode}: writing the validation"):
             if not RunReader(plan.run_dir).sealed:  # the finished half of a pair may be
                 record_validation(plan.run_dir, findings)
         good &= passed(findings)
         for finding in findings:
+            if finding.name in ("rescore", "redraw") and finding.status == "PASS":
+                display.say(f"{plan.mode}: fresh process: {finding.found}")
             if finding.status == "FAIL":
                 display.say(f"{plan.mode}: [FAIL] {finding.name}: found {finding.found}, expected {finding.expected}")
         display.say(f"{plan.mode}: {sum(f.status == 'PASS' for f in findings)} of {len(findings)} gates pass")

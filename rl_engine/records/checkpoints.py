@@ -104,6 +104,11 @@ def latest_checkpoint(
     raise UserError(f"no usable checkpoint in {run_dir}{detail}", "a checkpoint to resume from", "start a new run")
 
 
+def checkpoint_folders(run_dir: Path) -> dict[int, Path]:
+    """``next_step`` -> folder of every checkpoint that is there, by name: no byte is looked at."""
+    return {step: run_dir / FOLDER / f"step-{step:05d}" for step in _steps(run_dir)}
+
+
 def _verified(folder: Path) -> Checkpoint:
     name = f"{folder.name}/{_MANIFEST}"
     manifest = decode(Checkpoint, parse_json(paths.read_bounded(folder, _MANIFEST, paths.JSON_LIMIT), name), name)

@@ -1,7 +1,8 @@
 """The one codec of evidence: frozen dataclasses to canonical JSON and back, strictly.
 
-Decoding refuses an unknown key, a missing key, a duplicate key and a value of another type. Floats that JSON cannot
-spell are the strings ``nan``, ``inf`` and ``-inf``.
+Decoding refuses an unknown key, a missing key, a duplicate key and a value of another type; only a field that earlier
+versions did not write (:func:`added`) may be missing. Floats that JSON cannot spell are the strings ``nan``, ``inf``
+and ``-inf``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ T = TypeVar("T")
 JsonValue = Any
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_ADDED = "added"
 _HINT_FILE = "the file is damaged or was not written by this version; compare it with a sealed copy"
 
 
@@ -31,6 +33,11 @@ class RecordError(UserError):
 
     def __init__(self, found: str, expected: str, hint: str = _HINT_FILE) -> None:
         super().__init__(printable(found), printable(expected), hint)
+
+
+def added(default: Any) -> Any:
+    """A dataclass field that records of earlier versions lack; decoding them gives ``default``."""
+    return dataclasses.field(default=default, metadata={_ADDED: True})
 
 
 def canonical_json(value: JsonValue) -> str:
@@ -130,14 +137,15 @@ def _decode_value(expected: Any, data: JsonValue, where: str) -> Any:
 def _decode_dataclass(cls: type[Any], data: JsonValue, where: str) -> Any:
     if not isinstance(data, dict):
         raise RecordError(f"{where}: {_show(data)}", f"an object ({cls.__name__})")
-    names = [field.name for field in dataclasses.fields(cls)]
-    unknown = sorted(set(data) - set(names))
-    missing = sorted(set(names) - set(data))
+    fields = dataclasses.fields(cls)
+    unknown = sorted(set(data) - {field.name for field in fields})
+    missing = sorted({field.name for field in fields if _ADDED not in field.metadata} - set(data))
     if unknown:
         raise RecordError(f"{where}: unknown key {_show(unknown[0])}", f"the keys of {cls.__name__}")
     if missing:
         raise RecordError(f"{where}: no key {missing[0]!r}", f"the keys of {cls.__name__}")
     hints = _hints(cls)
+    names = [field.name for field in fields if field.name in data]
     return cls(**{name: _decode_value(hints[name], data[name], f"{where}.{name}") for name in names})
 
 

@@ -8,6 +8,8 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from rl_engine.records.codec import added
+
 StateName = Literal["planned", "running", "finished", "failed", "interrupted", "valid", "invalid", "sealed"]
 STATE_NAMES: tuple[str, ...] = get_args(StateName)
 Side = Literal["train", "rollout"]
@@ -58,6 +60,10 @@ class StepRecord:
     ``weight_version`` is the version that drew and scored the step's samples (before its update). Logprob columns are
     :class:`LogprobStatistics` over response tokens, in nats. ``response_len_mean`` in tokens; ``truncated`` counts
     samples that ended at the response cap. ``grad_norm_hex`` is ``float.hex`` of the fp64 norm before clipping.
+
+    ``score_calls`` and ``score_tokens`` are calls of ``selected_logp`` and their rows in one trainer rank while it
+    scored the step, none of those that the update makes. ``ratio_mismatches`` counts tokens whose logprob in the first
+    update after scoring is not the scored one, bit for bit. None: written by a version that did not record them.
     """
 
     step: int
@@ -80,6 +86,9 @@ class StepRecord:
     seconds: StepSeconds
     train_tokens_per_s: float
     rollout_tokens_per_gpu_s: float
+    score_calls: int | None = added(None)
+    score_tokens: int | None = added(None)
+    ratio_mismatches: int | None = added(None)
 
 
 @dataclasses.dataclass(frozen=True)

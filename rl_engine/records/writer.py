@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 import psutil
 
 from rl_engine.numerics.digest import map_digest
+from rl_engine.records import kept as kept_weights
 from rl_engine.records import paths
 from rl_engine.records.codec import RecordError, canonical_digest, canonical_json, encode
 from rl_engine.records.environment import utc_now
@@ -147,7 +148,8 @@ class RunWriter:
         try:
             if "finished" in {record.name for record in RunReader(run_dir).states()}:
                 raise UserError(f"a run that is {writer._state}", "an unfinished run", "rlk-repro validate judges it")
-            for folder in (".", paths.SAMPLES_DIR, paths.ROUTES_DIR, paths.WEIGHTS_DIR):
+            kept = (kept_weights.FOLDER,) if (writer.run_dir / kept_weights.FOLDER).exists() else ()
+            for folder in (".", paths.SAMPLES_DIR, paths.ROUTES_DIR, paths.WEIGHTS_DIR, *kept):
                 for entry in (writer.run_dir / folder).iterdir():
                     if entry.name.startswith(".") and entry.name.endswith(".partial"):
                         entry.unlink()
@@ -210,7 +212,9 @@ class RunWriter:
         elif name == "running":
             self._attempts += 1
             fields = process_fields(psutil.Process())
-            self.event("attempt", number=self._attempts - 1, next_step=self._next_step, passes=True, **fields)
+            self.event(
+                "attempt", number=self._attempts - 1, next_step=self._next_step, passes=True, scoring=True, **fields
+            )
 
     def _set_state(self, name: str, reason: str | None) -> None:
         text = None if reason is None else redact_text(reason, secret_values())

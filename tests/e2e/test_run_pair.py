@@ -100,7 +100,27 @@ def test_evidence_is_complete(done: Done, pair_cli: Cli) -> None:
 def test_rescore_in_a_fresh_process_gives_the_recorded_bits(done: Done, pair_cli: Cli) -> None:
     again = pair_cli("validate", "--rescore", str(pair_cli.run_dir("p-consistency")))
     assert again.code == 0, again.out + again.err
-    assert "[PASS] rescore" in again.out
+    assert "[PASS] rescore" in again.out and "[PASS] redraw" in again.out
+
+
+def test_every_step_whose_weights_are_kept_gives_the_recorded_bits(done: Done, pair_cli: Cli) -> None:
+    """Of two steps the first has the checkpoint, and the weights of the second are the only ones to keep."""
+    for mode in ("native", "consistency"):
+        again = pair_cli("validate", "--rescore", "all", str(pair_cli.run_dir(f"p-{mode}")), "--json")
+        assert again.code == 0, again.out + again.err
+        found = {finding["name"]: finding["found"] for finding in json.loads(again.out)["findings"]}
+        assert found["rescore"].endswith("logprobs of steps 0, 1 equal")
+        assert ("redraw" in found) == (mode == "consistency")
+    refused = pair_cli("validate", "--rescore", "7", str(pair_cli.run_dir("p-consistency")))
+    assert refused.code == 2 and "one of the steps 0, 1" in refused.err
+
+
+def test_the_run_itself_computed_a_step_again(done: Done, pair_cli: Cli) -> None:
+    for mode in ("native", "consistency"):
+        findings = RunReader(pair_cli.run_dir(f"p-{mode}")).validations()[0].findings
+        status = {finding.name: finding.status for finding in findings}
+        assert status["rescore"] == "PASS" and status.get("redraw") == ("PASS" if mode == "consistency" else None)
+        assert f"{mode}: fresh process: " in done.err
 
 
 def test_rescore_sees_a_bit_that_was_flipped_on_both_sides(done: Done, pair_cli: Cli) -> None:
@@ -113,7 +133,7 @@ def test_rescore_sees_a_bit_that_was_flipped_on_both_sides(done: Done, pair_cli:
     for side in ("rollout_logprob", "train_logprob"):
         tensors[side].view("int32")[place] ^= 1
     save_file(tensors, path)
-    again = pair_cli("validate", "--rescore", str(copy), "--json")
+    again = pair_cli("validate", "--rescore", "0", str(copy), "--json")
     assert again.code == 1
     found = {finding["name"]: finding["status"] for finding in json.loads(again.out)["findings"]}
     assert found["rescore"] == "FAIL"

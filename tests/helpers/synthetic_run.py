@@ -118,6 +118,9 @@ def make_step(step: int, batch: SampleBatch) -> StepRecord:
         seconds=StepSeconds(1.0, 0.1, 0.5, 1.0, 0.2, 0.1, 0.0),
         train_tokens_per_s=100.0,
         rollout_tokens_per_gpu_s=50.0,
+        score_calls=1,
+        score_tokens=int(np.count_nonzero(batch.loss_mask)),
+        ratio_mismatches=0,
     )
 
 

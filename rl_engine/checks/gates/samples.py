@@ -108,19 +108,51 @@ def _mismatches(evidence: RunEvidence) -> Verdict:
 
 
 def _not_reused(evidence: RunEvidence) -> Verdict:
+    hint = "the trainer must score every step"
     for step in evidence.steps:
         if not step.seconds.old_logp > 0:
-            return False, f"step {step.step}: no time spent on old logprobs", "the trainer must score every step"
+            return False, f"step {step.step}: no time spent on old logprobs", hint
+    scores = _records_scoring(evidence)
+    for step, facts in zip(evidence.steps, evidence.facts, strict=True) if scores else ():
+        tokens = facts.summary.tokens_compared
+        if (step.score_calls or 0) < 1 or step.score_tokens != tokens:
+            found = f"{step.score_tokens} of {tokens} response tokens scored in {step.score_calls} calls"
+            return False, f"step {step.step}: {found}", hint
     calls = sum(
         route.calls
         for file in evidence.routes
         for route in file.routes
         if route.side == "train" and route.operator == "selected_logp"
     )
+    scoring = sum(step.score_calls or 0 for step in evidence.steps) if scores else len(evidence.steps)
     # Counts are written before their step's line, so that a killed attempt leaves those of its finished steps.
-    if calls < len(evidence.steps):
-        return False, f"{calls} selected_logp calls in the trainer", "the trainer must score every step"
-    return True, f"{calls} selected_logp calls in the trainer", ""
+    if calls < scoring:
+        return False, f"{calls} selected_logp calls in the trainer, {scoring} of them to score", hint
+    if not scores:
+        return True, f"{calls} selected_logp calls in the trainer, updates included: a run of an earlier version", ""
+    total = sum(step.score_tokens or 0 for step in evidence.steps)
+    return True, f"{total} tokens scored in {scoring} calls, updates apart", ""
+
+
+def _records_scoring(evidence: RunEvidence) -> bool:
+    """False for a run of a version that did not: neither its attempts nor one of its steps say so."""
+    begun = any(event.kind == "attempt" and event.fields.get("scoring") for event in evidence.events)
+    return begun or any((s.score_calls, s.score_tokens, s.ratio_mismatches) != (None,) * 3 for s in evidence.steps)
+
+
+def _ratios(evidence: RunEvidence) -> Verdict:
+    if not _records_scoring(evidence):
+        return True, "not recorded: a run of an earlier version", ""
+    for step in evidence.steps:
+        if step.ratio_mismatches is None or not 0 <= step.ratio_mismatches <= step.tokens_compared:
+            return False, f"step {step.step}: {step.ratio_mismatches} of {step.tokens_compared} ratios", "run it again"
+    counts = [(step.ratio_mismatches or 0, step.step) for step in evidence.steps]
+    total, tokens = sum(count for count, _ in counts), sum(step.tokens_compared for step in evidence.steps)
+    found = f"{total} of {tokens} logprobs of the update are not the scored ones"
+    if evidence.plan.mode == "native":
+        return True, f"{found} (native: reported)", ""
+    first = next((f"; first in step {step}" for count, step in counts if count), "")
+    return total == 0, f"{found}{first}", "the logprobs that the trainer scored are not those that it trains on"
 
 
 def _grpo(evidence: RunEvidence) -> Verdict:
@@ -153,7 +185,12 @@ SAMPLE_GATES: tuple[Gate, ...] = (
     Gate("step_samples", "steps.jsonl equal to what the samples say", _lengths, (*_AFTER_STEPS, "sample_count")),
     Gate("step_logprobs", "steps.jsonl equal to a comparison of the files", _statistics, (*_AFTER_STEPS, "finite")),
     Gate("mismatches", "consistency: 0 differing logprobs, compared as bits", _mismatches, ("records", "finite")),
-    Gate("not_reused", "old logprobs computed by the trainer in every step", _not_reused, ("records", "routes")),
+    Gate(
+        "not_reused", "every response token scored by the trainer in its step", _not_reused, (*_AFTER_STEPS, "routes")
+    ),
+    Gate(
+        "ratios", "consistency: 0 logprobs of a step's first update differ from the scored ones", _ratios, _AFTER_STEPS
+    ),
     Gate(
         "grpo", "groups of at least two samples of one prompt; finite rewards and loss", _grpo, (*_AFTER_STEPS, "masks")
     ),

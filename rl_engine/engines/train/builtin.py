@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -101,6 +101,15 @@ class TrainEngine:
     def score(self, samples: list[Sample], progress: Progress | None = None) -> Logprobs:
         """The trainer's logprob of every response token, fp32 [R] per sample."""
         return self._score(self.decoder, samples, progress)
+
+    def scoring_passes(self, samples: list[Sample]) -> Iterator[tuple[MicroBatch, Tensor, Tensor]]:
+        """On one rank, what :meth:`score` computes, pass by pass: (micro-batch, bf16 [T, H] behind the last norm,
+        logprobs fp32 [R])."""
+        assert self.mesh.size == 1
+        with torch.no_grad():
+            for batch in self._batches(samples):
+                hidden = self.decoder.hidden_packed(batch.ids, batch.layout, False)
+                yield batch, hidden, self._logprobs_of(self.decoder, batch, hidden)[0]
 
     def score_reference(self, samples: list[Sample]) -> Logprobs:
         """The frozen reference model's logprobs, with the same temperature and retained sets."""
@@ -219,7 +228,9 @@ class TrainEngine:
         return [build_micro_batch(samples, chosen, vocabulary) for chosen in cut]
 
     def _logprobs(self, decoder: Decoder, batch: MicroBatch, recompute: bool) -> tuple[Tensor, Tensor]:
-        hidden = decoder.hidden_packed(batch.ids, batch.layout, recompute)
+        return self._logprobs_of(decoder, batch, decoder.hidden_packed(batch.ids, batch.layout, recompute))
+
+    def _logprobs_of(self, decoder: Decoder, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         mask = None if batch.mask is None else batch.mask.to(hidden.device)
         return decoder.place.score(
             *(hidden, decoder.weights.head, batch.targets.to(hidden.device), self.settings.temperature),

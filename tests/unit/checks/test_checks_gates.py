@@ -251,6 +251,16 @@ BREAKS: list[tuple[str, str, Break]] = [
         "fewer calls than steps",
         edit_json(TRAINER, lambda body: body["routes"][3].update(calls=1, shapes={"T<=64": 1})),
     ),
+    (
+        "not_reused",
+        "nothing scored",
+        edit_lines("steps.jsonl", lambda rows: rows[0].update(score_calls=0, score_tokens=0)),
+    ),
+    ("not_reused", "a token fewer", edit_lines("steps.jsonl", lambda rows: rows[1].update(score_tokens=12))),
+    ("not_reused", "a step without word", edit_lines("steps.jsonl", lambda rows: rows[1].pop("score_calls") and None)),
+    ("ratios", "another logprob", edit_lines("steps.jsonl", lambda rows: rows[1].update(ratio_mismatches=1))),
+    ("ratios", "below nothing", edit_lines("steps.jsonl", lambda rows: rows[1].update(ratio_mismatches=-1))),
+    ("ratios", "a step without word", edit_lines("steps.jsonl", lambda rows: rows[0].pop("ratio_mismatches"))),
     ("not_reused", "no time", edit_lines("steps.jsonl", lambda rows: rows[0]["seconds"].update(old_logp=0.0))),
     ("grpo", "prompt tokens", edit_batch(other_prompt, follow=True)),
     ("grpo", "clip", edit_lines("steps.jsonl", lambda rows: rows[0].update(clip_fraction=1.5))),
@@ -396,6 +406,34 @@ def test_a_run_of_earlier_code_has_no_passes(good: Path, tmp_path: Path) -> None
     findings = {finding.name: finding for finding in run_validation(run)}
     assert findings["passes"].status == "PASS" and "none logged" in findings["passes"].found
     assert failures(run) == []
+
+
+SCORING = ("score_calls", "score_tokens", "ratio_mismatches")
+
+
+def without_scoring(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        for name in SCORING:
+            del row[name]
+
+
+def test_a_run_of_earlier_code_counts_scoring_and_updates_together(good: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run-1"
+    shutil.copytree(good, run)
+    edit_lines("steps.jsonl", without_scoring)(run)
+    # Such steps alone are no earlier code's: the run said that it records them.
+    assert {finding.name for finding in failures(run)} == {"not_reused", "ratios"}
+    edit_lines("events.jsonl", lambda rows: [row["fields"].pop("scoring", None) for row in rows] and None)(run)
+    findings = {finding.name: finding for finding in run_validation(run)}
+    assert all("earlier version" in findings[name].found for name in ("not_reused", "ratios"))
+    assert failures(run) == []
+
+
+def test_ratios_are_reported_in_native_mode(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run-1", "native")
+    edit_lines("steps.jsonl", lambda rows: rows[1].update(ratio_mismatches=3))(run)
+    found = next(finding for finding in run_validation(run) if finding.name == "ratios")
+    assert found.status == "PASS" and found.found.startswith("3 of 26 logprobs")
 
 
 def test_dirty_sources_downgrade_without_failing(good: Path, tmp_path: Path) -> None:

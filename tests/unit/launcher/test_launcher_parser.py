@@ -101,8 +101,8 @@ def test_plan_json_is_one_object(capsys):
 def test_run_hands_both_plans_to_the_orchestrator(monkeypatch, capsys, tmp_path):
     seen: dict[str, object] = {}
 
-    def run(plans, *, json_output):
-        seen.update(plans=plans, json_output=json_output)
+    def run(plans, *, json_output, rescore):
+        seen.update(plans=plans, json_output=json_output, rescore=rescore)
         return 1
 
     monkeypatch.setitem(sys.modules, "rl_engine.orchestrators.runs", types.SimpleNamespace(run=run, __spec__=None))
@@ -120,9 +120,41 @@ def test_run_hands_both_plans_to_the_orchestrator(monkeypatch, capsys, tmp_path)
     (model / "config.json").write_text(json.dumps(config))
     assert main(["run", "--model-root", str(model), "--json"]) == 1
     assert [plan.mode for plan in seen["plans"]] == ["native", "consistency"]
-    assert seen["json_output"] is True
+    assert (seen["json_output"], seen["rescore"]) == (True, False)
     assert capsys.readouterr().err.startswith("profile cpu-smollm2")
     assert not (tmp_path / ".rlk-workspace").exists()
+    assert main(["verify", "--model-root", str(model)]) == 1
+    assert seen["rescore"] is True  # on every backend, where a run does so on a CPU
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("RUN", None),
+        ("RUN --rescore", "chosen"),
+        ("--rescore RUN", "chosen"),
+        ("--rescore --run-dir RUN", "chosen"),
+        ("--rescore=RUN --seal", "chosen"),
+        ("RUN --rescore all", "all"),
+        ("--rescore all RUN", "all"),
+        ("--rescore 2 RUN", 2),
+        ("--run-dir RUN --rescore=0", 0),
+    ],
+)
+def test_rescore_takes_a_step_or_none(monkeypatch, tmp_path, line, wanted):
+    """Without a value it stands before the run, too."""
+    from rl_engine.checks import validate
+
+    seen = {}
+    monkeypatch.setattr(validate, "main", lambda run, **options: seen.update(options, run=run) or 0)
+    assert main(["validate", *line.replace("RUN", str(tmp_path)).split()]) == 0
+    assert (seen["run"], seen["rescore"]) == (tmp_path, wanted)
+
+
+def test_rescore_takes_no_second_run(tmp_path, capsys):
+    assert main(["validate", "--rescore", str(tmp_path), str(tmp_path)]) == 2
+    assert "2 run directories" in capsys.readouterr().err
+    assert main(["validate", str(tmp_path), "--rescore", "-1"]) == 2
 
 
 def test_dry_run_writes_nothing(tmp_path, capsys):

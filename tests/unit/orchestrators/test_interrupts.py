@@ -36,7 +36,7 @@ class Word(supervise.Word):
         super().__init__(descriptor)
         send(*LATE)
 
-def work(runs, display, word):
+def work(runs, display, word, rescore):
     send(*BUSY)
     time.sleep({seconds})
     return 0

@@ -260,7 +260,7 @@ def test_step_keys_are_the_documented_ones(tmp_path: Path) -> None:
     expected = (
         "step weight_version samples tokens_compared mismatches max_abs_dlogp mean_abs_dlogp kl_k1 kl_k3 reward_mean",
         "response_len_mean truncated entropy_mean loss clip_fraction grad_norm grad_norm_hex seconds",
-        "train_tokens_per_s rollout_tokens_per_gpu_s",
+        "train_tokens_per_s rollout_tokens_per_gpu_s score_calls score_tokens ratio_mismatches",
     )
     assert sorted(line) == sorted(" ".join(expected).split())
     assert set(line["seconds"]) == {"rollout", "reward", "old_logp", "train", "optimizer", "weight_sync", "other"}
