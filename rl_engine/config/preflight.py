@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from rl_engine.config.model_facts import check_tensors
 from rl_engine.config.paths import PLACEHOLDER, REPOSITORY, bundled
 from rl_engine.config.plan import Plan
 from rl_engine.config.profile import BUNDLED, REFERENCE
@@ -146,7 +147,7 @@ def check_files(plan: Plan) -> None:
     """Model and prompts of a plan, a new one or one that goes on.
 
     Raises:
-        UserError: one of them is missing.
+        UserError: one of them is missing, or the model's tensors are not those that the engines compute with.
     """
     _check_model(plan.model_root)
     if plan.data.path is not None and not os.path.isfile(plan.data.path):
@@ -175,6 +176,7 @@ def _check_model(model_root: str) -> None:
             "weights as safetensors",
             "convert the checkpoint, or check --model-root",
         )
+    check_tensors(folder)
 
 
 def _check_writable(root: Path) -> None:
