@@ -56,7 +56,7 @@ def from_run(run: RunView) -> Evidence:
     """
     if not run.sealed or tables.verdict_word(run) != "valid":
         raise UserError(f"{run.run_id}, which is not a valid sealed run", "validate --seal first", "seal it")
-    topology, findings = run.plan.topology, tables.findings(run)
+    topology, findings = run.plan.topology, [item for item in run.findings if not item.recorded]
     worker = next(record for record in run.environments if record.role == "train")
     source = next(item for item in worker.sources if item.name == "rl_kernel")
     shape = run.plan.model

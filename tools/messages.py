@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "rl_engine"
-ERRORS = {"UserError": 3, "RecordError": 2}
+ERRORS = {"UserError": 3, "RecordError": 2, "UnsupportedModel": 3, "WeightMismatch": 3}
 
 # Where a message comes from -> why one sees it. The longest matching prefix counts.
 CAUSES: dict[str, tuple[str, str]] = {
@@ -23,6 +23,7 @@ CAUSES: dict[str, tuple[str, str]] = {
     "diagnose/": ("Semantic doctor", "The log cannot be read as rollout and train logprobs of the same tokens."),
     "engines/": ("Engines", "The model, its weights or the run's inputs do not suit the built-in engines."),
     "entrypoints/": ("Command line", "The verb or flag does not exist, or the folder that it names."),
+    "families/": ("Checkpoints", "The checkpoint asks for what the decoder does not compute, or its files do not fit."),
     "models/": ("Models", "The checkpoint's architecture or files are not what the decoder computes."),
     "ops/": ("Operators", "An operator cannot be computed here: no compiler, or a kernel that does not build."),
     "orchestrators/": ("Running", "The run cannot start, or Ray is not as it must be."),

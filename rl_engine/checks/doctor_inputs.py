@@ -11,7 +11,7 @@ from pathlib import Path
 from rl_engine.checks.doctor_ask import ask, judged, passed
 from rl_engine.checks.finding import Finding
 from rl_engine.config.git import inspect
-from rl_engine.config.model_facts import read_model_facts
+from rl_engine.config.model_facts import check_tensors, read_model_facts
 from rl_engine.config.paths import INSTALLED, PATH_NAMES, PLACEHOLDER, REPOSITORY
 from rl_engine.config.preflight import wants_demo_model
 from rl_engine.config.profile import Repository
@@ -127,8 +127,15 @@ def checkpoint(resolved: ResolvedPlan) -> Iterator[Finding]:
     try:
         facts = read_model_facts(Path(root))
     except UserError as error:
-        yield Finding("model", "FAIL", error.found, error.expected, override)
+        yield Finding("model", "FAIL", error.found, error.expected, error.hint)
         return
+    if not missing:
+        try:
+            yield passed(
+                "model tensors", f"{check_tensors(Path(root))}, each of its type and shape", "those of the model"
+            )
+        except UserError as error:
+            yield Finding("model tensors", "FAIL", error.found, error.expected, error.hint)
     wanted = resolved.profile.profile.model
     if wanted is None or resolved.plan.stack != "vime":
         yield passed("model", f"{facts.num_layers} layers, hidden {facts.hidden_size}", "a checkpoint")

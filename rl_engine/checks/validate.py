@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,9 +22,9 @@ from rl_engine.records.types import FindingRecord, Status, ValidationRecord
 from rl_engine.records.writer import RunWriter
 
 # A run in one of these states may still be written by its orchestrator: validation then only looks.
-_LIVE = ("planned", "running")
+LIVE = ("planned", "running")
 
-__all__ = ["conclusions", "main", "passed", "record_validation", "rescore_finding", "run_validation"]
+__all__ = ["LIVE", "conclusions", "judge", "main", "passed", "record_validation", "rescore_finding", "run_validation"]
 
 
 def run_validation(run_dir: Path | str) -> list[Finding]:
@@ -33,6 +34,26 @@ def run_validation(run_dir: Path | str) -> list[Finding]:
         UserError: ``run_dir`` is not a run directory at all.
     """
     return _judge(RunEvidence(RunReader(run_dir)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Judgement:
+    """What the gates say of one run's files, and in words what that shows and does not show."""
+
+    findings: tuple[Finding, ...]
+    certifies: tuple[str, ...]
+    does_not_certify: tuple[str, ...]
+
+
+def judge(reader: RunReader) -> Judgement:
+    """Every gate on one run, as :func:`run_validation`; nothing is written."""
+    evidence = RunEvidence(reader)
+    findings = _judge(evidence)
+    try:
+        certifies, does_not = conclusions(evidence, findings)
+    except RecordError as error:
+        certifies, does_not = (), (f"anything: {error.found}",)
+    return Judgement(tuple(findings), certifies, does_not)
 
 
 def passed(findings: Sequence[Finding]) -> bool:
@@ -51,7 +72,7 @@ def record_validation(run_dir: Path | str, findings: Sequence[Finding]) -> Path:
 
 def _record(evidence: RunEvidence, findings: Sequence[Finding]) -> Path:
     reader, states = evidence.reader, evidence.states
-    if not states or states[-1].name in _LIVE:
+    if not states or states[-1].name in LIVE:
         name = states[-1].name if states else "without a state"
         raise UserError(f"a run that is {name}", "a run that ended", "wait for it, or `rlk-repro stop` it")
     writer = RunWriter.open(reader.run_dir)

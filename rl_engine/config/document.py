@@ -12,8 +12,7 @@ from rl_engine.config.command import rollout_engine_arguments, submission
 from rl_engine.config.memory import RankMemory, rollout_memory, train_memory
 from rl_engine.config.options import BY_NAME
 from rl_engine.config.paths import PATH_NAMES, PLACEHOLDER, Value
-from rl_engine.config.plan import Plan
-from rl_engine.config.preflight import wants_demo_model
+from rl_engine.config.preflight import unused_paths, wants_demo_model
 from rl_engine.config.resolve import ResolvedPlan
 
 MADE = ("workspace", "data_root", "output_root")
@@ -85,7 +84,7 @@ def _option_row(value: Value) -> tuple[str, str, str]:
 
 def _path_row(value: Value, item: ResolvedPlan) -> tuple[str, str, str]:
     flag = "--" + value.name.replace("_", "-")
-    if value.source in ("default", "derived") and value.name in _unused(item.plan):
+    if value.source in ("default", "derived") and value.name in unused_paths(item.plan):
         return flag, "not used by this run", _source(value)
     if value.value is None:
         return flag, f"not set ({flag} or RLK_REPRO_{value.name.upper()})", _source(value)
@@ -97,14 +96,6 @@ def _path_row(value: Value, item: ResolvedPlan) -> tuple[str, str, str]:
     made = value.name in MADE or (value.name == "model_root" and wants_demo_model(item) is not None)
     absent = "run makes it" if made and item.plan.stack == "builtin" else f"missing, {flag}"
     return flag, f"{text} ({absent})", _source(value)
-
-
-def _unused(plan: Plan) -> set[str]:
-    """Paths that the plan's engines and device have no use for."""
-    unused = set() if plan.data.source == "jsonl" else {"prompt_data"}
-    if plan.stack == "builtin":
-        unused |= {"ref_load", "vime_root", "megatron_root", "vllm_root"}
-    return unused | ({"te_root", "cuda_python_site", "cuda_runtime_root"} if plan.backend == "cpu" else set())
 
 
 def _source(value: Value) -> str:

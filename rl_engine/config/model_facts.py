@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from rl_engine.config.plan import ModelFacts
-from rl_engine.config.profile import MOST
+from rl_engine.families.config import read_config
+from rl_engine.families.refusal import Refusal
+from rl_engine.families.tensors import check_headers, read_headers
 from rl_engine.records.errors import UserError
 
 PADDING = 128 * 8  # vocabulary padding, for every backend and width
@@ -18,38 +19,42 @@ def pad_vocab(size: int) -> int:
 
 
 def read_model_facts(model_root: Path) -> ModelFacts:
-    """Facts from a Hugging Face ``config.json``.
+    """Facts from a Hugging Face ``config.json`` of a model that the engines compute.
 
     Raises:
-        UserError: not JSON, or a field that is missing or not a positive whole number.
+        UserError: not JSON, a model that they do not compute, or a field that is missing or no sensible value.
     """
-    file = model_root / "config.json"
     try:
-        body = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"{file} that cannot be read ({error})", "a Hugging Face config.json", "check --model-root"
-        ) from None
-
-    def number(name: str, otherwise: int | None = None) -> int:
-        value = body.get(name, otherwise) if isinstance(body, dict) else None
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
-            shown = repr(value)[:80] if not isinstance(value, int) or abs(value) < 10**50 else "a huge number"
-            raise UserError(f"{name} = {shown} in {file}", f"a whole number from 1 to {MOST}", "check --model-root")
-        return value
-
-    heads, hidden = number("num_attention_heads"), number("hidden_size")
-    vocab = number("vocab_size")
+        config = read_config(model_root)
+    except Refusal as error:
+        raise UserError(error.found, error.expected, error.hint) from None
+    except OSError as error:
+        found = f"{model_root / 'config.json'} that cannot be read ({error.strerror or error})"
+        raise UserError(found, "a Hugging Face config.json", "check --model-root") from None
     return ModelFacts(
-        num_layers=number("num_hidden_layers"),
-        hidden_size=hidden,
-        intermediate_size=number("intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=number("num_key_value_heads", heads),
-        head_dim=number("head_dim", max(1, hidden // heads))
-        if body.get("head_dim") is not None
-        else max(1, hidden // heads),
-        vocab_size=vocab,
-        padded_vocab_size=pad_vocab(vocab),
-        tied=body.get("tie_word_embeddings") is True,
+        num_layers=config.layers,
+        hidden_size=config.hidden,
+        intermediate_size=config.intermediate,
+        num_heads=config.heads,
+        num_kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocabulary,
+        padded_vocab_size=pad_vocab(config.vocabulary),
+        tied=config.tied,
     )
+
+
+def check_tensors(model_root: Path) -> int:
+    """Whether the checkpoint holds the tensors of its model and no others; the number of them. No value is read.
+
+    Raises:
+        UserError: a tensor is missing, unread, quantized or of another shape; or a file is missing or damaged.
+    """
+    try:
+        headers = read_headers(model_root)
+        check_headers(read_config(model_root), headers, model_root)
+    except Refusal as error:
+        raise UserError(error.found, error.expected, error.hint) from None
+    except OSError as error:
+        raise UserError(f"{model_root} that cannot be read ({error})", "a checkpoint", "check --model-root") from None
+    return len(headers)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from rl_engine.config.model_facts import check_tensors
 from rl_engine.config.paths import PLACEHOLDER, REPOSITORY, bundled
 from rl_engine.config.plan import Plan
 from rl_engine.config.profile import BUNDLED, REFERENCE
@@ -42,6 +43,7 @@ def refuse_unbuilt(resolved: Sequence[ResolvedPlan]) -> None:
     _refuse_groups(resolved)
     _refuse_mixed_heads(resolved)
     _refuse_source_folders(resolved)
+    _refuse_unused(resolved)
     for name, what in _NOT_HONOURED:
         value = next((value for value in resolved[0].values if value.name == name), None)
         if value is not None and value.source == "flag":
@@ -112,6 +114,33 @@ def _refuse_source_folders(resolved: Sequence[ResolvedPlan]) -> None:
                 )
 
 
+def unused_paths(plan: Plan) -> set[str]:
+    """Paths that the plan's engines and device have no use for."""
+    unused = set() if plan.data.source == "jsonl" else {"prompt_data"}
+    if plan.stack == "builtin":
+        unused |= {"ref_load", "vime_root", "megatron_root", "vllm_root"}
+    return unused | ({"te_root", "cuda_python_site", "cuda_runtime_root"} if plan.backend == "cpu" else set())
+
+
+def _refuse_unused(resolved: Sequence[ResolvedPlan]) -> None:
+    """What somebody asked for by name must not be dropped in silence."""
+    first = resolved[0]
+    entries = first.profile.profile.runner_args
+    if entries:
+        raise UserError(
+            f"runner_args {' '.join(entries[0])} in {first.profile.file} with the built-in engines",
+            "a profile without them: they are flags of another stack's runner",
+            "take runner_args out of the profile",
+        )
+    for value in first.values:
+        if value.source == "flag" and value.name in unused_paths(first.plan):
+            raise UserError(
+                f"{value.origin} {value.value} with the built-in engines on {first.plan.backend}",
+                "a run without it: nothing there reads that path",
+                f"leave {value.origin} out",
+            )
+
+
 def wants_demo_model(resolved: ResolvedPlan) -> Path | None:
     """Where the demo model is to be made, or None when the profile has none or the user names a model."""
     facts = resolved.profile.profile.model
@@ -146,7 +175,7 @@ def check_files(plan: Plan) -> None:
     """Model and prompts of a plan, a new one or one that goes on.
 
     Raises:
-        UserError: one of them is missing.
+        UserError: one of them is missing, or the model's tensors are not those that the engines compute with.
     """
     _check_model(plan.model_root)
     if plan.data.path is not None and not os.path.isfile(plan.data.path):
@@ -175,6 +204,7 @@ def _check_model(model_root: str) -> None:
             "weights as safetensors",
             "convert the checkpoint, or check --model-root",
         )
+    check_tensors(folder)
 
 
 def _check_writable(root: Path) -> None:

@@ -44,6 +44,7 @@ from rl_engine.records.errors import UserError
 
 PLAN_SCHEMA = "rlkernel.plan.v1"
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
+HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 MAX_CAPTURE = 512  # largest batch size captured as a graph
 PROMPT_ROOM = 512  # tokens of a prompt that a derived micro-batch budget leaves room for
 DEFAULT_RAY_ADDRESS = "http://127.0.0.1:8265"
@@ -310,7 +311,18 @@ class _Resolver:
         return ProviderPlan(tuple(sorted(sides["train"].items())), tuple(sorted(sides["rollout"].items())))
 
     def model(self, model_root: str | None) -> tuple[ModelFacts, str]:
-        """Facts from ``config.json`` where it is on disk, else from the profile; with the source in words."""
+        """Facts from ``config.json`` where it is on disk, else from the profile; with the source in words.
+
+        Raises:
+            UserError: a name of the Hugging Face hub instead of a folder, or a model that the engines do not compute.
+        """
+        named = self.request.path_flags.get("model_root") or self.request.env.get("RLK_REPRO_MODEL_ROOT") or ""
+        if HUB_ID.match(named) and model_root and not os.path.lexists(model_root):
+            raise UserError(
+                f"no folder {model_root}: --model-root takes a folder, and {named} looks like a Hugging Face id",
+                "a local checkpoint",
+                f"hf download {named} --local-dir {named.rpartition('/')[2]}, then --model-root that folder",
+            )
         if model_root and os.path.isfile(os.path.join(model_root, "config.json")):
             return read_model_facts(Path(model_root)), "config.json"
         facts = self.loaded.profile.model
@@ -364,9 +376,10 @@ class _Resolver:
     def data(self, paths: Mapping[str, Value], prompts: int, samples: int) -> DataPlan:
         prompt_data = paths["prompt_data"]
         if prompt_data.source in ("flag", "env"):
-            if self.request.flags.get("data_source") == "arithmetic":
+            asked = self.request.flags.get("data_source")
+            if asked not in (None, "jsonl"):
                 raise UserError(
-                    f"--data-source arithmetic with {prompt_data.origin}", "one of the two", "leave one of them out"
+                    f"--data-source {asked} with {prompt_data.origin}", "one of the two", "leave one of them out"
                 )
             self.values["data_source"] = Value("data_source", "jsonl", "derived", f"{prompt_data.origin} is given")
         source = self.text("data_source")

@@ -83,8 +83,10 @@ def model_config(plan: Plan) -> ModelConfig:
     """
     try:
         config = read_config(Path(plan.model_root))
-    except (UnsupportedModel, OSError) as error:
-        raise UserError(str(error), "a Llama or Qwen3 checkpoint", "choose another --model-root") from error
+    except UnsupportedModel as error:
+        raise UserError(error.found, error.expected, error.hint) from error
+    except OSError as error:
+        raise UserError(str(error), "a Llama or Qwen3 checkpoint", "check --model-root") from error
     if plan.sampling.max_response_len >= config.max_positions:
         raise UserError(
             f"--max-response-len {plan.sampling.max_response_len}",
@@ -116,7 +118,7 @@ def read_weights(plan: Plan, mesh: Mesh | None = None, device: torch.device | No
             Path(plan.model_root), config, Sharding(config, tp.size, tp.index), device or device_of(plan)
         )
     except WeightMismatch as error:
-        raise UserError(str(error), "a complete safetensors checkpoint", "restore it, or prepare it again") from error
+        raise UserError(error.found, error.expected, error.hint) from error
     except LayoutRefused as error:
         raise UserError(
             str(error), "a TP size that divides the heads", "choose another --tp or --rollout-tp"

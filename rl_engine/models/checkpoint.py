@@ -10,34 +10,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rl_engine.families.keys import FAMILIES
+from rl_engine.families.tensors import HEAD, INDEX, SINGLE, check_headers, read_headers
 from rl_engine.models.config import ModelConfig, read_config
 from rl_engine.models.sharding import Sharding
 from rl_engine.models.weights import ModelWeights, WeightMismatch
 from rl_engine.ops.weight import CPU
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+EMBEDDING = "model.embed_tokens.weight"
 MAX_SHARD_BYTES = 4 << 30
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """HF tensor name -> file that holds it."""
-    if not (folder / INDEX).is_file():
-        if not (folder / SINGLE).is_file():
-            raise WeightMismatch(f"{folder} holds neither {SINGLE} nor {INDEX}")
-        with safe_open(folder / SINGLE, framework="pt") as file:
-            return dict.fromkeys(file.keys(), folder / SINGLE)
-    try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise WeightMismatch(f"{folder / INDEX} is no JSON: {error}") from error
-    names = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise WeightMismatch(f"{folder / INDEX} holds no weight_map of tensor names to files")
-    for file in names.values():
-        if Path(file).name != file or not file.isprintable():
-            raise WeightMismatch(f"{folder / INDEX} names {ascii(file)[:100]}, expected a file beside it")
-    return {name: folder / file for name, file in names.items()}
 
 
 def load_weights(
@@ -46,28 +27,34 @@ def load_weights(
     """The checkpoint's weights in bf16 on ``device``; with ``sharding`` only that rank's rows are read.
 
     Raises:
-        WeightMismatch: a tensor is missing or of another shape, or a file is damaged.
+        WeightMismatch: a tensor is missing, unread, of another shape or of a type that is no plain float; a tied head
+            beside an embedding that differs; or a file is damaged.
     """
     config = config or read_config(folder)
-    handles = {}
+    headers = read_headers(folder)
+    check_headers(config, headers, folder)
     try:
-        files = _files(folder)
-        for path in sorted(set(files.values())):
-            handles[path] = safe_open(path, framework="pt")
-
-        shapes = config.tensor_shapes()
+        handles = {path: safe_open(path, framework="pt") for path in {header.file for header in headers.values()}}
 
         def read(name: str, first: int, last: int) -> Tensor:
-            if name not in files:
-                raise WeightMismatch(f"{folder} holds no tensor {name}")
-            rows = handles[files[name]].get_slice(name)
-            if tuple(rows.get_shape()) != shapes[name]:
-                raise WeightMismatch(f"{name} has shape {tuple(rows.get_shape())}, expected {shapes[name]}")
-            return rows[first:last]
+            rows: Tensor = handles[headers[name].file].get_slice(name)[first:last]
+            if config.tied and name == EMBEDDING and HEAD in headers:
+                _same_head(rows, handles[headers[HEAD].file].get_slice(HEAD)[first:last])
+            return rows
 
         return ModelWeights(config, read, sharding, device)
     except (SafetensorError, OSError) as error:
         raise WeightMismatch(f"{folder}: {error}") from error
+
+
+def _same_head(embedding: Tensor, head: Tensor) -> None:
+    """A checkpoint that says its head is the embedding and holds another one means one of the two."""
+    if not torch.equal(embedding.bfloat16().view(torch.int16), head.bfloat16().view(torch.int16)):
+        raise WeightMismatch(
+            f"a {HEAD} that is not {EMBEDDING}, with tie_word_embeddings true",
+            "the same values, or none of it",
+            "set tie_word_embeddings to false in config.json if the model has a head of its own",
+        )
 
 
 def save_tensors(folder: Path, tensors: dict[str, Tensor], max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
@@ -98,7 +85,7 @@ def config_json(config: ModelConfig) -> dict[str, object]:
     """A ``config.json`` that transformers reads back as the same model."""
     body: dict[str, object] = {
         "architectures": [config.architecture],
-        "model_type": "qwen3" if config.qk_norm else "llama",
+        "model_type": FAMILIES[config.architecture].model_type,
         "num_hidden_layers": config.layers,
         "hidden_size": config.hidden,
         "intermediate_size": config.intermediate,

@@ -8,16 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from rl_engine.families.refusal import WeightMismatch as WeightMismatch
 from rl_engine.models.config import ModelConfig
 from rl_engine.models.sharding import Sharding, merged_names
 from rl_engine.ops.weight import CPU, Part, Weight
 from rl_engine.parallel import Group
 
 Read = Callable[[str, int, int], Tensor]  # (HF name, first row, last row + 1) -> tensor of any float dtype
-
-
-class WeightMismatch(ValueError):
-    """Tensors do not fit the model: one is missing, unknown or of another shape."""
 
 
 class ModelWeights:
@@ -51,7 +48,7 @@ class ModelWeights:
             tensor = read(part.name, part.offset, part.offset + part.rows)
             expected = (part.rows, *self._shapes[part.name][1:])
             if tuple(tensor.shape) != expected:
-                raise WeightMismatch(f"{part.name} has rows of shape {tuple(tensor.shape)}, expected {expected}")
+                raise WeightMismatch(f"{part.name} has rows of shape {tuple(tensor.shape)}", f"{expected}")
             tensors.append(tensor.to(self.device, torch.bfloat16))
         return torch.cat(tensors) if len(tensors) > 1 else tensors[0].clone()
 

@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         found = f"{error.filename or arguments.model_root} ({error.strerror or error})"
         raise UserError(found, "a Llama or Qwen3 checkpoint", "check --model-root") from error
     except UnsupportedModel as error:
-        raise UserError(str(error), "a Llama or Qwen3 checkpoint", "check --model-root") from error
+        raise UserError(error.found, error.expected, error.hint) from error
     if name == "gpu":
         return _gpu(config, _sizes(config, arguments.tp or ()), again=arguments.again, as_json=arguments.json)
     contract = Contract(gemm="chain" if name == "cpu" else "chain256")

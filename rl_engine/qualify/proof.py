@@ -32,6 +32,7 @@ from rl_engine.ops.sample import DrawKey
 from rl_engine.ops.selected_logp import LogpState
 from rl_engine.ops.selected_logp.vocabulary import group_columns
 from rl_engine.ops.weight import Part, Weight
+from rl_engine.qualify import functions
 from rl_engine.qualify.cases import Case
 from rl_engine.qualify.shared import shared
 
@@ -39,6 +40,7 @@ MAX_COLUMNS = 512  # output columns that the slow reference computes of one prod
 LARGE = 4194304.0  # 2^22
 UNIT = 0.30078125  # a bf16 value
 FALLBACK_ROWS = 512
+WITH_FUNCTIONS = ("attention", "swiglu", "selected_logp", "sample")  # which call exp, log or log1p
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +125,9 @@ class _Prover:
             tested, reference = provider(operator, name), provider(operator, "reference")
             for what, found, expected in provers[operator](tested, reference):
                 yield Case(operator, name, what, expected.numel(), differing(found, expected))
+        if "cpu" in {self.names[operator] for operator in WITH_FUNCTIONS}:
+            for what, found, expected in functions.pairs():
+                yield Case("functions", "cpu", what, expected.numel(), differing(found, expected))
 
     def products(self) -> list[tuple[str, int, int]]:
         """(name, columns, depth) of the model's linears."""

@@ -7,17 +7,31 @@ import os
 from pathlib import Path
 
 from rl_engine.checks.seal import verify_seal
+from rl_engine.checks.validate import LIVE, judge
 from rl_engine.config.plan import Plan
 from rl_engine.records import paths
 from rl_engine.records.codec import RecordError, decode, parse_json, printable
 from rl_engine.records.errors import UserError
 from rl_engine.records.matrix import MatrixRecord, read_matrix
 from rl_engine.records.reader import RunReader
-from rl_engine.records.types import EnvironmentRecord, EventRecord, RouteFile, StateRecord, StepRecord, ValidationRecord
+from rl_engine.records.types import EnvironmentRecord, EventRecord, RouteFile, StateRecord, StepRecord
 from rl_engine.report.deltas import Deltas, measure_deltas
 from rl_engine.report.prices import PriceRow, Prices, read_prices
 
 BENCH_LIMIT = 4 << 20
+RECORD = "recorded verdict"
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """One gate, judged for this report from the run's files; ``recorded``: only said by the last validation file."""
+
+    name: str
+    status: str  # PASS | WARN | FAIL
+    found: str
+    expected: str
+    hint: str
+    recorded: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,7 +46,9 @@ class RunView:
     states: tuple[StateRecord, ...]
     steps: tuple[StepRecord, ...]
     events: tuple[EventRecord, ...]
-    validation: ValidationRecord | None
+    findings: tuple[Judged, ...]  # empty while the run may still be written
+    certifies: tuple[str, ...]
+    does_not_certify: tuple[str, ...]
     routes: tuple[RouteFile, ...]
     environments: tuple[EnvironmentRecord, ...]
     deltas: Deltas
@@ -171,7 +187,7 @@ def _view(reader: RunReader, root: str) -> RunView:
         raise RecordError(f"a plan of mode {plan.mode!r}", "native or consistency")
     steps = reader.steps()
     deltas = measure_deltas(reader, steps)
-    validations = reader.validations()
+    findings, certifies, does_not = _judge(reader, plan_file.digest)
     events = reader.events() if (reader.run_dir / paths.EVENTS).exists() else []
     return RunView(
         run_dir=reader.run_dir,
@@ -182,11 +198,53 @@ def _view(reader: RunReader, root: str) -> RunView:
         states=tuple(reader.states()),
         steps=tuple(steps),
         events=tuple(events),
-        validation=validations[-1] if validations else None,
+        findings=findings,
+        certifies=certifies,
+        does_not_certify=does_not,
         routes=tuple(reader.routes()),
         environments=tuple(reader.environments()),
         deltas=deltas,
     )
+
+
+def _judge(reader: RunReader, plan_digest: str) -> tuple[tuple[Judged, ...], tuple[str, ...], tuple[str, ...]]:
+    """Findings, and what they show and do not show: the gates judge the files again.
+
+    A recorded verdict is a file that anybody can write: it is compared with what the gates find. What only a validation
+    can find, such as a rescore in a fresh process, is taken over as recorded.
+    """
+    states = reader.states()
+    if not states or states[-1].name in LIVE:
+        return (), (), ()
+    judgement = judge(reader)
+    own = [Judged(f.name, f.status, f.found, f.expected, f.hint) for f in judgement.findings]
+    does_not = judgement.does_not_certify
+    validations = reader.validations()
+    if not validations:
+        return tuple(own), judgement.certifies, does_not
+    record = validations[-1]
+    if (record.run_id, record.plan_digest) != (reader.run_id, plan_digest):
+        found, hint = f"one of run {printable(record.run_id, 160)}", "validate the run again"
+        own.append(Judged(RECORD, "FAIL", found, f"one of {reader.run_id}", hint))
+        return tuple(own), (), does_not
+    names = {finding.name for finding in own} | {"seal", "root"}  # a seal is verified before a run is shown
+    taken = [
+        Judged(f.name, f.status, printable(f.found), f.expected, f.hint, recorded=True)
+        for f in record.findings
+        if f.name not in names
+    ]
+    verdict, here = (not any(f.status == "FAIL" for f in part) for part in (record.findings, [*own, *taken]))
+    agree = record.passed == verdict == here
+    words = ("valid" if record.passed else "invalid"), ("valid" if here else "invalid")
+    # A gate that failed once and passes now was judged by another version, or the files changed since.
+    status = "PASS" if agree else "FAIL" if record.passed else "WARN"
+    own.append(
+        Judged(RECORD, status, f"recorded as {words[0]}", f"{words[1]}, as judged here", "validate the run again")
+    )
+    if taken:
+        does_not = (*does_not, "as recorded and not judged again: " + ", ".join(f"{f.name} {f.status}" for f in taken))
+    shows = judgement.certifies if all(f.status != "FAIL" for f in (*own, *taken)) else ()
+    return (*own, *taken), shows, does_not
 
 
 def quoted(path: Path) -> str:

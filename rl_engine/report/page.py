@@ -18,7 +18,7 @@ from rl_engine.report.charts import Chart, delta_charts, phase_charts, price_cha
 from rl_engine.report.collect import Collection, RunView
 from rl_engine.report.numbers import shown
 from rl_engine.report.png import grid
-from rl_engine.report.tables import Table, environments_table, findings, providers_table
+from rl_engine.report.tables import Table, environments_table, providers_table
 from rl_engine.report.why import cause_html
 
 ASSETS = Path(__file__).with_name("assets")
@@ -260,8 +260,8 @@ def _ledger(runs: Sequence[RunView]) -> dict[str, Any]:
     """Gates by row, the newest runs by column; failures of every run in words."""
     chosen = sorted(runs, key=lambda run: run.started, reverse=True)[:MOST_LEDGER]
     chosen = sorted(chosen, key=lambda run: (run.experiment, run.mode != "native"))
-    names = list(dict.fromkeys(finding.name for run in chosen for finding in findings(run)))
-    known = {(run.run_id, finding.name): finding for run in chosen for finding in findings(run)}
+    names = list(dict.fromkeys(finding.name for run in chosen for finding in run.findings))
+    known = {(run.run_id, finding.name): finding for run in chosen for finding in run.findings}
     marks = {"PASS": ("good", "✓ pass"), "FAIL": ("bad", "✗ FAIL"), "WARN": ("warn", "! warning")}
 
     def cell(run: RunView, name: str) -> dict[str, str]:
@@ -269,6 +269,8 @@ def _ledger(runs: Sequence[RunView]) -> dict[str, Any]:
         if finding is None:
             return {"state": "", "mark": "-", "found": "not judged"}
         state, mark = marks[finding.status]
+        if finding.recorded and finding.status != "FAIL":
+            state, mark = "", f"{finding.status.lower()} as recorded"
         return {"state": state, "mark": mark, "found": finding.found[:160]}
 
     return {
@@ -277,16 +279,15 @@ def _ledger(runs: Sequence[RunView]) -> dict[str, Any]:
         "failed": [
             f"{run.run_id}: {f.name}: found {f.found}, expected {f.expected}"
             for run in runs
-            for f in findings(run)
+            for f in run.findings
             if f.status == "FAIL"
         ],
     }
 
 
 def _meaning(runs: Sequence[RunView]) -> dict[str, list[str]]:
-    records = [run.validation for run in runs if run.validation]
-    shows = dict.fromkeys(line for record in records for line in record.certifies)
-    shows_not = dict.fromkeys(line for record in records for line in record.does_not_certify)
+    shows = dict.fromkeys(line for run in runs for line in run.certifies)
+    shows_not = dict.fromkeys(line for run in runs for line in run.does_not_certify)
     unsealed = sum(not run.sealed for run in runs)
     extra = (
         [f"that {unsealed} of these runs were not changed after they ended: they are not sealed"] if unsealed else []

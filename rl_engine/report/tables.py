@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rl_engine.config.options import FUSED_OPERATORS
 from rl_engine.records.codec import encode, printable
 from rl_engine.records.matrix import MatrixRecord
-from rl_engine.records.types import FindingRecord, StepRecord, StepSeconds
+from rl_engine.records.types import StepRecord, StepSeconds
 from rl_engine.report.collect import Collection, RunView
 from rl_engine.report.numbers import shown
 from rl_engine.report.prices import PriceRow, Prices
@@ -82,10 +82,10 @@ def topology_words(run: RunView) -> str:
 
 
 def verdict_word(run: RunView) -> str:
-    """``valid``, ``invalid`` or ``not validated``, from the last validation."""
-    if run.validation is None:
-        return "not validated"
-    return "valid" if run.validation.passed else "invalid"
+    """``valid`` or ``invalid`` as the gates judge the files now; ``not finished`` where they cannot yet."""
+    if not run.findings:
+        return "not finished"
+    return "invalid" if any(finding.status == "FAIL" for finding in run.findings) else "valid"
 
 
 def runs_table(runs: Sequence[RunView]) -> Table:
@@ -144,17 +144,14 @@ def steps_table(runs: Sequence[RunView]) -> Table:
 
 
 def gates_table(runs: Sequence[RunView]) -> Table:
-    """Every gate of each run's last validation."""
-    columns = ("run", "mode", "gate", "status", "found", "expected", "hint")
+    """Every gate of each run, judged for this report, or as recorded by the run's last validation."""
+    columns = ("run", "mode", "gate", "status", "judged", "found", "expected", "hint")
     rows = [
-        (run.run_id, run.mode, f.name, f.status, f.found, f.expected, f.hint) for run in runs for f in findings(run)
+        (run.run_id, run.mode, f.name, f.status, "as recorded" if f.recorded else "here", f.found, f.expected, f.hint)
+        for run in runs
+        for f in run.findings
     ]
     return Table("gates", "Gates", columns, tuple(rows))
-
-
-def findings(run: RunView) -> tuple[FindingRecord, ...]:
-    """The gates of the last validation; none where there is none."""
-    return run.validation.findings if run.validation else ()
 
 
 def providers_table(runs: Sequence[RunView]) -> Table:

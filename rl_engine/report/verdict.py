@@ -129,15 +129,15 @@ def _cost(collection: Collection) -> list[dict[str, str]]:
 
 
 def _gates(runs: Sequence[RunView]) -> dict[str, str]:
-    findings = [finding for run in runs for finding in tables.findings(run)]
+    findings = [finding for run in runs for finding in run.findings if not finding.recorded or finding.status == "FAIL"]
     passed = sum(finding.status == "PASS" for finding in findings)
     failed = sum(finding.status == "FAIL" for finding in findings)
-    missing = sum(run.validation is None for run in runs)
+    missing = sum(not run.findings for run in runs)
     state = "bad" if failed else ("warn" if missing or passed < len(findings) else "good")
     parts = [f"{failed} failed"] if failed else []
     warned = len(findings) - passed - failed
     parts += [f"{warned} with a warning"] if warned else []
-    parts += [f"{counted(missing, 'run')} not validated"] if missing else []
+    parts += [f"{counted(missing, 'run')} not finished"] if missing else []
     return _tile("Gates passed", f"{passed} of {len(findings)}", ", ".join(parts) or "over all runs", state)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from rl_engine.entrypoints.repro import main
 from tests.e2e.harness import profile
@@ -93,6 +94,14 @@ def _edit_config(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def _cut_vocabulary(folder: Path) -> None:
+    """A whole model whose vocabulary is smaller than its tokenizer's."""
+    _edit_config(folder, vocab_size=100)
+    tensors = load_file(folder / "model.safetensors")
+    cut = {name: rows[:100] if "embed" in name or "head" in name else rows for name, rows in tensors.items()}
+    save_file({name: rows.contiguous() for name, rows in cut.items()}, folder / "model.safetensors")
+
+
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
@@ -103,7 +112,8 @@ def _edit_config(folder: Path, **changes: object) -> None:
         (lambda folder: (folder / "config.json").unlink(), "config.json"),
         (lambda folder: (folder / "model.safetensors").unlink(), "no *.safetensors"),
         (lambda folder: _edit_config(folder, architectures=["MixtralForCausalLM"]), "MixtralForCausalLM"),
-        (lambda folder: _edit_config(folder, vocab_size=100), "vocabulary of 100"),
+        (lambda folder: _edit_config(folder, vocab_size=100), "expected (100, "),
+        (_cut_vocabulary, "vocabulary of 100"),
     ],
 )
 def test_a_model_that_cannot_be_used_is_named(

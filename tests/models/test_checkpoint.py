@@ -116,3 +116,35 @@ def test_damaged_index(tmp_path: Path, index: str) -> None:
     (saved(tmp_path) / INDEX).write_text(index)
     with pytest.raises(WeightMismatch, match=r"index\.json"):
         load_weights(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8])
+def test_quantized_weights_are_no_numbers(dtype: torch.dtype, tmp_path: Path) -> None:
+    """They were read without their scales, and the run trained garbage with formal evidence."""
+    tensors = load_file(saved(tmp_path) / SINGLE)
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].to(dtype)
+    save_file(tensors, tmp_path / SINGLE)
+    with pytest.raises(WeightMismatch, match=r"up_proj\.weight holds [FIU]8.*expected BF16 or F16 or F32"):
+        load_weights(tmp_path)
+
+
+def test_a_tensor_that_nothing_reads(tmp_path: Path) -> None:
+    tensors = load_file(saved(tmp_path) / SINGLE)
+    save_file({**tensors, "model.layers.0.self_attn.q_proj.bias": torch.ones(64)}, tmp_path / SINGLE)
+    with pytest.raises(WeightMismatch, match=r"a bias, model\.layers\.0\.self_attn\.q_proj\.bias"):
+        load_weights(tmp_path)
+    save_file({**tensors, "model.rotary_emb.inv_freq": torch.ones(8)}, tmp_path / SINGLE)
+    check_equal(load_weights(tmp_path), random_weights(CONFIGS["qwen3"], 3))
+
+
+def test_the_second_copy_of_a_tied_head_must_be_the_embedding(tmp_path: Path) -> None:
+    weights = random_weights(CONFIGS["qwen3 tied"], 3)
+    save_checkpoint(tmp_path, weights)
+    tensors = load_file(tmp_path / SINGLE)
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / SINGLE)
+    check_equal(load_weights(tmp_path), weights)
+    head[74, 63] *= 2
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / SINGLE)
+    with pytest.raises(WeightMismatch, match="tie_word_embeddings"):
+        load_weights(tmp_path)

@@ -19,12 +19,13 @@ ARROWS: dict[str, frozenset[str]] = {
     for room, targets in {
         "numerics": "records",
         "records": "numerics",
-        "config": "numerics records",
+        "families": "",
+        "config": "families numerics records",
         "rewards": "numerics records",
         "data": "numerics records",
         "ops": "numerics",
         "parallel": "numerics",
-        "models": "ops parallel numerics",
+        "models": "families ops parallel numerics",
         "qualify": "ops models numerics records",
         "engines": "models parallel ops numerics records config",
         "checks": "records config numerics",
@@ -45,7 +46,18 @@ HOMES = {
     "megatron": ("engines/train/megatron",),
 }
 LAZY = ("transformers",)  # costs seconds to import: only inside functions
-WITHOUT_TORCH = ("numerics", "records", "config", "rewards", "data", "checks", "diagnose", "report", "entrypoints")
+WITHOUT_TORCH = (
+    "numerics",
+    "records",
+    "families",
+    "config",
+    "rewards",
+    "data",
+    "checks",
+    "diagnose",
+    "report",
+    "entrypoints",
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl_engine.entrypoints.repro import main
+from tests.helpers.checkpoints import write_config
 from tests.helpers.synthetic_run import make_run
 from tests.unit.test_readme import CASES, FENCE, PAGES, ROOT
 
@@ -50,10 +51,7 @@ def test_every_shown_run_plans(
         profile = "configs/integrations/orchestrators/vime/rocm_attention/mi300x-qwen3-8b.json"
         monkeypatch.setenv("RLK_REPRO_PROFILE", str(ROOT / profile))
     # A model folder and a profile of the pages' own examples; of the model a plan needs the shape.
-    shape = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 6}
-    shape |= {"num_key_value_heads": 3, "vocab_size": 256, "head_dim": 16}
-    (tmp_path / "DIR").mkdir()
-    (tmp_path / "DIR/config.json").write_text(json.dumps(shape))
+    write_config(tmp_path / "DIR", num_attention_heads=6, num_key_value_heads=3, vocab_size=256, head_dim=16)
     (tmp_path / "mine.json").write_text((ROOT / "configs/demo/cpu-smollm2.json").read_text())
     words = [word.replace("$RLK_REPRO_WORKSPACE", str(tmp_path / "ws")) for word in planned(line)]
     assert main(words) == 0, capsys.readouterr().err

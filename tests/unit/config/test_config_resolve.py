@@ -19,6 +19,7 @@ from rl_engine.config.preflight import check_inputs, refuse_unbuilt, wants_demo_
 from rl_engine.config.resolve import KEPT_OURS
 from rl_engine.numerics.contract import Contract
 from rl_engine.records.errors import UserError
+from tests.helpers.checkpoints import write_config, write_model
 
 DEMO = REPOSITORY / "configs/demo/cpu-smollm2.json"
 
@@ -278,24 +279,8 @@ def test_damaged_plan_is_refused(plan_for, damage):
         plan_from_json(json.dumps(body))
 
 
-def make_model(folder: Path, **over: object) -> Path:
-    folder.mkdir(parents=True)
-    config = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 1000,
-        "tie_word_embeddings": False,
-    }
-    (folder / "config.json").write_text(json.dumps({**config, **over}))
-    (folder / "model.safetensors").write_bytes(b"")
-    return folder
-
-
 def test_model_facts_come_from_the_checkpoint(plan_for, tmp_path):
-    folder = make_model(tmp_path / "model", head_dim=32)
+    folder = write_config(tmp_path / "model", head_dim=32)
     plan = plan_for(paths={"model_root": str(folder)}, tp_size="2")[0].plan
     assert plan.model is not None
     assert (plan.model.num_layers, plan.model.head_dim, plan.model.vocab_size, plan.model.padded_vocab_size) == (
@@ -304,13 +289,13 @@ def test_model_facts_come_from_the_checkpoint(plan_for, tmp_path):
         1000,
         1024,
     )
-    broken = make_model(tmp_path / "broken", hidden_size="64")
+    broken = write_config(tmp_path / "broken", hidden_size="64")
     with pytest.raises(UserError, match="hidden_size"):
         plan_for(paths={"model_root": str(broken)})
 
 
 def test_inputs_that_a_run_needs(plan_for, tmp_path):
-    folder = make_model(tmp_path / "model")
+    folder = write_model(tmp_path / "model")
     paths = {"model_root": str(folder), "output_root": str(tmp_path / "runs")}
     check_inputs(plan_for(paths=paths))
     assert wants_demo_model(plan_for(paths=paths)[0]) is None

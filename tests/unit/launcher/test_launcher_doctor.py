@@ -24,17 +24,10 @@ from rl_engine.config.memory import rollout_memory, train_memory
 from rl_engine.config.paths import REPOSITORY
 from rl_engine.entrypoints.parser import parse
 from rl_engine.entrypoints.repro import _resolve, main
+from tests.helpers.checkpoints import write_config, write_model
 
 ONE_GPU = REPOSITORY / "configs/demo/one-gpu.json"
 CUDA = REPOSITORY / "configs/integrations/orchestrators/vime/dense/qwen3-8b-tp4-cp2.json"
-
-CONFIG = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "vocab_size": 99,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -327,10 +320,7 @@ def test_too_little_shared_memory_or_disk(monkeypatch, tmp_path):
             (finding,) = check(subject)
             assert finding.status == status
             assert finding.hint
-        model = tmp_path / "model"
-        model.mkdir()
-        (model / "model.safetensors").write_bytes(b"")
-        (model / "config.json").write_text(json.dumps(CONFIG))
+        model = write_model(tmp_path / "model")
         assert main(["run", "--model-root", str(model)]) == 2  # met in a run's preflight
     monkeypatch.setattr(doctor_machine, "SHARED_MEMORY", tmp_path / "none")
     (finding,) = doctor_machine.shared_memory(cuda())
@@ -355,9 +345,7 @@ def test_an_unreadable_path(tmp_path, monkeypatch):
 
 
 def test_checkpoint_shards_and_shape(tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    folder = write_config(tmp_path / "model", num_key_value_heads=4)
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}})
     )

@@ -14,6 +14,7 @@ import pytest
 from rl_engine.config.paths import REPOSITORY
 from rl_engine.entrypoints.parser import VERBS
 from rl_engine.entrypoints.repro import main
+from tests.helpers.checkpoints import write_model
 
 
 @pytest.fixture(autouse=True)
@@ -107,17 +108,7 @@ def test_run_hands_both_plans_to_the_orchestrator(monkeypatch, capsys, tmp_path)
 
     monkeypatch.setitem(sys.modules, "rl_engine.orchestrators.runs", types.SimpleNamespace(run=run, __spec__=None))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "model.safetensors").write_bytes(b"")
-    config = {
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "vocab_size": 99,
-    }
-    (model / "config.json").write_text(json.dumps(config))
+    model = write_model(tmp_path / "model")
     assert main(["run", "--model-root", str(model), "--json"]) == 1
     assert [plan.mode for plan in seen["plans"]] == ["native", "consistency"]
     assert (seen["json_output"], seen["rescore"]) == (True, False)
