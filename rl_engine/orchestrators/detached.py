@@ -31,6 +31,7 @@ from rl_engine.records.codec import RecordError
 from rl_engine.records.errors import UserError
 from rl_engine.records.files import write_atomic
 from rl_engine.records.lock import is_live
+from rl_engine.records.private import make_folder, open_own
 from rl_engine.records.reader import RunReader
 from rl_engine.records.redact import redact_text, secret_values
 from rl_engine.records.types import EventValue
@@ -261,11 +262,11 @@ class _Side:
 
     def spawn(self) -> subprocess.Popen[bytes]:
         """The child process, in a session of its own."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         self.exit.unlink(missing_ok=True)
         path = os.pathsep.join(filter(None, (str(SOURCE_ROOT), os.environ.get("PYTHONPATH"))))
         command = [sys.executable, "-P", "-m", "rl_engine.orchestrators.detached", str(self.found.path)]
-        with open(self.console, "wb") as console:
+        with open(self.console, "wb", opener=open_own) as console:
             child = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

@@ -61,7 +61,7 @@ class Fleet:
         self.members = [*self.trainer, *(member for ranks in self.engines for member in ranks)]
 
     def _member(self, worker: type, side: Side, engine: str, rank: int, *more: int) -> Member:
-        store = f"file://{self.head.folder}/{self.plan.run_id}-{engine}"
+        store = f"file://{self.head.private}/{self.plan.run_id}-{engine}"
         return Member(self.head.start(worker, self.plan, engine, rank, store, *more), side, engine, rank)
 
     def stop(self) -> None:

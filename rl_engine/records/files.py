@@ -1,4 +1,7 @@
-"""Durable writes below a run directory: nothing half-written is ever seen under its final name."""
+"""Durable writes below a run directory: nothing half-written is ever seen under its final name.
+
+Files are made readable by their user alone, since they hold prompts and answers.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from pathlib import Path
 
 from rl_engine.records.codec import RecordError
 from rl_engine.records.errors import UserError
+from rl_engine.records.private import FILE_MODE
 
 
 def append_durable(path: Path, data: bytes, *, sync: bool = True) -> None:
@@ -17,7 +21,7 @@ def append_durable(path: Path, data: bytes, *, sync: bool = True) -> None:
     Raises:
         OSError: the disk is full or failing; earlier lines are intact.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
     try:
         size = os.fstat(descriptor).st_size
         try:
@@ -31,11 +35,11 @@ def append_durable(path: Path, data: bytes, *, sync: bool = True) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
     """Write a new file or replace one: temporary file in the same folder, fsync, rename, fsync of the folder."""
     temporary = path.with_name(f".{path.name}.partial")
     temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         try:
             _write_all(descriptor, data)
@@ -57,7 +61,7 @@ def write_exclusive(path: Path, data: bytes, what: str) -> None:
     """
     temporary = path.with_name(f".{path.name}.partial")
     temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
     try:
         try:
             _write_all(descriptor, data)

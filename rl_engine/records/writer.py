@@ -19,6 +19,7 @@ from rl_engine.records.environment import utc_now
 from rl_engine.records.errors import UserError
 from rl_engine.records.files import append_durable, cut_torn_tail, require_folder, write_atomic, write_exclusive
 from rl_engine.records.lock import RunLock
+from rl_engine.records.private import FOLDER_MODE, check_place
 from rl_engine.records.reader import RunReader
 from rl_engine.records.redact import redact_text, redact_variables, secret_values
 from rl_engine.records.samples import encode_samples
@@ -81,12 +82,14 @@ class RunWriter:
         """Make a new run directory with ``plan.json`` and the state ``planned``.
 
         Args:
-            run_dir: must not exist; its last component must be a valid run id. Parents are made.
+            run_dir: must not exist; its last component must be a valid run id. Parents are made. Only this user may
+                enter it, since samples are texts.
             plan_json: the plan as a JSON object (parsed, or its text).
             plan_digest: ``codec.canonical_digest`` of that object.
 
         Raises:
-            UserError: the directory exists, or its name is not one plain path component.
+            UserError: the directory exists, its name is not one plain path component, or another user laid a folder
+                above it where everyone may write.
             ValueError: the digest is not the plan's.
         """
         body = json.loads(plan_json) if isinstance(plan_json, str) else dict(plan_json)
@@ -94,15 +97,16 @@ class RunWriter:
             raise ValueError(f"plan digest {plan_digest} is not the canonical digest {canonical_digest(body)}")
         run_dir = Path(os.path.abspath(run_dir))
         paths.check_component(run_dir.name, "run id")
+        check_place(run_dir)
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         try:
-            run_dir.mkdir()
+            run_dir.mkdir(FOLDER_MODE)
         except FileExistsError:
             raise UserError(
                 f"{run_dir} already there", "a run directory that does not exist yet", "choose another --run-id"
             ) from None
         for folder in (paths.SAMPLES_DIR, paths.ROUTES_DIR, paths.WEIGHTS_DIR, paths.PASSES_DIR):
-            (run_dir / folder).mkdir()
+            (run_dir / folder).mkdir(FOLDER_MODE)
         lock = RunLock(run_dir)
         lock.acquire()
         writer = cls(run_dir, plan_digest, (), 0, lock)
