@@ -173,7 +173,7 @@ def main(
         UserError: no run directory.
     """
     reader = RunReader(run_dir)
-    evidence = RunEvidence(reader)
+    evidence = RunEvidence(reader, sealing=seal)
     findings = _judge(evidence)
     if rescore is not None and rescore is not False:
         findings.append(rescore_finding(run_dir, 0 if rescore is True else int(rescore)))

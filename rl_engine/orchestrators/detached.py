@@ -11,7 +11,6 @@ import dataclasses
 import io
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -32,10 +31,11 @@ from rl_engine.records.errors import UserError
 from rl_engine.records.files import write_atomic
 from rl_engine.records.lock import is_live
 from rl_engine.records.private import make_folder, open_own
+from rl_engine.records.process import is_of_this_machine, living, process_fields
 from rl_engine.records.reader import RunReader
 from rl_engine.records.redact import redact_text, secret_values
 from rl_engine.records.types import EventValue
-from rl_engine.records.writer import RunWriter, process_fields
+from rl_engine.records.writer import RunWriter
 
 T = TypeVar("T")
 POLL_SECONDS = 0.2
@@ -138,6 +138,12 @@ def stop(run: str, *, output_root: Path | None = None, json_output: bool) -> int
     side = _Side(found)
     states = [_state(reader) for reader in found.readers]
     process = _process(found, side)
+    if process is None and _held(found):
+        raise UserError(
+            f"{found.name}, held by a process that is not to be found here",
+            "a process that this user can see",
+            "end it where it was started (another container, another host)",
+        )
     if process is None and not any(state in _OPEN for state in states):
         raise UserError(f"{found.name}, which is {states[-1]}", "a run that is running", "rlk-repro validate judges it")
     if process is not None:
@@ -166,7 +172,7 @@ def _follow(found: Found, side: _Side) -> None:
     logs = [side.console] if side.console.exists() else [reader.run_dir / "run.log" for reader in found.readers]
     places = dict.fromkeys(logs, 0)
     while True:
-        alive = _process(found, side) is not None
+        alive = _process(found, side) is not None or _held(found)
         for path in logs:
             with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
                 file.seek(places[path])
@@ -200,19 +206,20 @@ def _process(found: Found, side: _Side) -> psutil.Process | None:
         UserError: it runs on another host.
     """
     for fields in (side.process(), *(_last_attempt(reader) for reader in found.readers)):
-        pid, started = fields.get("pid"), fields.get("started")
-        if not isinstance(pid, int) or not isinstance(started, float):
+        if not isinstance(fields.get("pid"), int):
             continue
-        host = fields.get("host")
-        if host != platform.node():
-            if any(_state(reader) in _OPEN for reader in found.readers):
-                raise UserError(f"{found.name} on host {host}", "a run of this host", "use that host's terminal")
-            continue
-        with contextlib.suppress(psutil.Error, OverflowError, ValueError):
-            process = psutil.Process(pid)
-            if process.create_time() == started and process.status() != psutil.STATUS_ZOMBIE:
-                return process
+        if (process := living(fields)) is not None:
+            return process
+        if not is_of_this_machine(fields) and any(_state(reader) in _OPEN for reader in found.readers):
+            host = fields.get("host")
+            raise UserError(f"{found.name} on host {host}", "a run of this host", "use that host's terminal")
     return None
+
+
+def _held(found: Found) -> bool:
+    """Whether some process holds one of the directories. Asked only where the process by its name is gone: asking takes
+    the lock for a moment."""
+    return any(is_live(reader.run_dir) for reader in found.readers)
 
 
 def _attempts(reader: RunReader) -> int:
@@ -275,7 +282,7 @@ class _Side:
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": path},
             )
-        fields = process_fields(psutil.Process(child.pid))
+        fields = process_fields(child.pid)
         write_atomic(self.folder / "process.json", (json.dumps(fields) + "\n").encode())
         return child
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from rl_engine.records import paths
 from rl_engine.records.codec import RecordError
 from rl_engine.records.errors import UserError
 from rl_engine.records.private import FILE_MODE
@@ -90,27 +91,20 @@ def _publish(temporary: Path, path: Path) -> None:
 
 
 def cut_torn_tail(path: Path) -> int:
-    """Remove what follows the last newline (a line that a crash interrupted); returns the bytes removed."""
-    if not path.exists():
-        return 0
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        size = os.fstat(descriptor).st_size
-        end = size
-        while end > 0:
-            start = max(0, end - 65536)
-            block = os.pread(descriptor, end - start, start)
-            newline = block.rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        if end < size:
-            os.ftruncate(descriptor, end)
+    """Remove what follows the last newline (a line that a crash interrupted); returns the bytes removed.
+
+    Raises:
+        RecordError: no link, device or pipe is opened, and what is longer than any line is no torn one.
+    """
+    whole, torn = paths.torn_tail(path.parent, path.name)
+    if torn:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, whole)
             os.fsync(descriptor)
-        return size - end
-    finally:
-        os.close(descriptor)
+        finally:
+            os.close(descriptor)
+    return torn
 
 
 def sync_folder(folder: Path) -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
-
-import psutil
 
 from rl_engine.numerics.digest import map_digest
 from rl_engine.records import paths
@@ -18,8 +15,9 @@ from rl_engine.records.codec import RecordError, canonical_digest, canonical_jso
 from rl_engine.records.environment import utc_now
 from rl_engine.records.errors import UserError
 from rl_engine.records.files import append_durable, cut_torn_tail, require_folder, write_atomic, write_exclusive
-from rl_engine.records.lock import RunLock
+from rl_engine.records.lock import RunLock, being_written
 from rl_engine.records.private import FOLDER_MODE, check_place
+from rl_engine.records.process import living, process_fields
 from rl_engine.records.reader import RunReader
 from rl_engine.records.redact import redact_text, redact_variables, secret_values
 from rl_engine.records.samples import encode_samples
@@ -119,11 +117,16 @@ class RunWriter:
         return writer
 
     @classmethod
-    def open(cls, run_dir: Path) -> RunWriter:
-        """Continue an existing run (resume, validation): a line torn by a crash is cut off and recorded as an event.
+    def open(cls, run_dir: Path, *, repair: bool = False) -> RunWriter:
+        """Continue an existing run.
+
+        Args:
+            repair: a line torn by a crash is cut off, and recorded as an event. For who goes on with the run; whoever
+                only looks leaves it as it is.
 
         Raises:
-            UserError: no run directory, a sealed one, one with damaged records, or one being written by a process.
+            UserError: no run directory, a sealed one, one with damaged records, one being written by a process, or one
+                with a torn line that is to stay.
         """
         reader = RunReader(run_dir)
         if reader.sealed:
@@ -132,6 +135,10 @@ class RunWriter:
         lock = RunLock(reader.run_dir)
         lock.acquire()
         try:
+            if not lock.held and _works(reader):
+                raise being_written(reader.run_dir)
+            if not repair and (torn := reader.torn()):
+                raise UserError(torn_words(torn), "whole lines", "`run --resume` or `stop` removes them")
             return cls._repaired(reader, lock)
         except BaseException:
             lock.release()
@@ -147,7 +154,7 @@ class RunWriter:
         Raises:
             UserError: as :meth:`open`, or a run that has finished.
         """
-        writer = cls.open(run_dir)
+        writer = cls.open(run_dir, repair=True)
         try:
             if "finished" in {record.name for record in RunReader(run_dir).states()}:
                 raise UserError(f"a run that is {writer._state}", "an unfinished run", "rlk-repro validate judges it")
@@ -166,16 +173,10 @@ class RunWriter:
     def _repaired(cls, reader: RunReader, lock: RunLock) -> RunWriter:
         for folder in (paths.SAMPLES_DIR, paths.ROUTES_DIR, paths.WEIGHTS_DIR):
             require_folder(reader.run_dir / folder)
-        logs = [f"{paths.PASSES_DIR}/{name}" for name in paths.list_folder(reader.run_dir, paths.PASSES_DIR)]
-        torn = {
-            name: cut_torn_tail(reader.run_dir / name)
-            for name in (paths.STATE, paths.EVENTS, paths.STEPS, *logs)
-            if (reader.run_dir / name).exists()
-        }
+        torn = {name: cut_torn_tail(reader.run_dir / name) for name in reader.torn()}
         writer = cls(reader.run_dir, reader.plan().digest, reader.states(), len(reader.steps()), lock)
         for name, removed in torn.items():
-            if removed:
-                writer.event("torn_line_removed", file=name, bytes=removed)
+            writer.event("torn_line_removed", file=name, bytes=removed)
         return writer
 
     @property
@@ -213,8 +214,8 @@ class RunWriter:
             self.close()
         elif name == "running":
             self._attempts += 1
-            fields = process_fields(psutil.Process())
-            self.event("attempt", number=self._attempts - 1, next_step=self._next_step, passes=True, **fields)
+            number, fields = self._attempts - 1, process_fields()
+            self.event("attempt", number=number, next_step=self._next_step, passes=True, **fields)
 
     def _set_state(self, name: str, reason: str | None) -> None:
         text = None if reason is None else redact_text(reason, secret_values())
@@ -339,9 +340,17 @@ class RunWriter:
             raise _sealed(self.run_dir)
 
 
-def process_fields(process: psutil.Process) -> dict[str, EventValue]:
-    """What tells one process from every other: host, pid, and the time of its start in seconds."""
-    return {"host": platform.node(), "pid": process.pid, "started": process.create_time()}
+def torn_words(torn: Mapping[str, tuple[int, int]]) -> str:
+    """What ``RunReader.torn`` found."""
+    return ", ".join(f"{name}: {tail} bytes after its last whole line" for name, (_, tail) in torn.items())
+
+
+def _works(reader: RunReader) -> bool:
+    """Whether the process of the last attempt lives and has not said that it ended: all that can be asked where a file
+    system has no locks."""
+    begun = [event.fields for event in reader.events() if event.kind == "attempt"]
+    open_ = reader.states()[-1:] and reader.states()[-1].name in ("planned", "running")
+    return bool(open_ and begun and begun[-1].get("pid") != os.getpid() and living(begun[-1]))
 
 
 def _sealed(run_dir: Path) -> UserError:
