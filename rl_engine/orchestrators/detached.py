@@ -190,9 +190,11 @@ def _outcome(found: Found, side: _Side) -> tuple[int, str]:
     codes = [_CODES.get(_state(reader), 3) for reader in found.readers]
     worst = max(codes, key=lambda code: (0, 1, 130, 3).index(code))
     if any(_state(reader) in (*_OPEN, "finished") for reader in found.readers):
+        whole = len(found.readers) == 1 and _state(found.readers[0]) == "finished"
+        verb = f"validate --run-dir {found.path}" if whole else f"run --resume {found.path}"
         sys.stderr.write(
             f"rlk-repro: the process of {found.name} is gone, and left the run {_state(found.readers[-1])}; "
-            f"go on with: rlk-repro run --resume {found.path}\n"
+            f"{'judge it' if whole else 'go on'} with: rlk-repro {verb}\n"
         )
         said = None
     code = worst if said is None else said
