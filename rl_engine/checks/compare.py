@@ -12,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_engine.checks.gates.evidence import locate
+from rl_engine.checks.seal import verify_seal
 from rl_engine.numerics.bits import compare_bits
+from rl_engine.records import paths
 from rl_engine.records.codec import encode
 from rl_engine.records.errors import printable
 from rl_engine.records.reader import RunReader
@@ -39,13 +41,15 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class RunComparison:
-    """Two runs. ``setting`` differences (plan, machine) explain; ``results`` differences decide the exit code."""
+    """Two runs. ``setting`` differences (plan, machine) explain; ``results`` differences decide the exit code, and so
+    does a broken seal: ``seals`` names it in words."""
 
     a: str
     b: str
     equal: tuple[str, ...]
     setting: tuple[Difference, ...]
     results: tuple[Difference, ...]
+    seals: tuple[str, ...] = ()
 
 
 def compare_runs(run_a: Path | str, run_b: Path | str) -> RunComparison:
@@ -58,15 +62,17 @@ def compare_runs(run_a: Path | str, run_b: Path | str) -> RunComparison:
     equal: list[str] = []
     setting = _settings(a, b, equal)
     results = [*_sample_results(a, b, equal), *_step_results(a, b, equal), *_weight_results(a, b, equal)]
-    return RunComparison(a.run_id, b.run_id, tuple(equal), tuple(setting), tuple(results))
+    seals = [f"{name}: {words}" for name, reader in (("A", a), ("B", b)) if (words := _broken_seal(reader))]
+    return RunComparison(a.run_id, b.run_id, tuple(equal), tuple(setting), tuple(results), tuple(seals))
 
 
 def main(run_a: Path | str, run_b: Path | str, json_output: bool = False) -> int:
-    """The verb ``compare``: print the comparison; 0 when every result is equal, else 1."""
+    """The verb ``compare``: print the comparison; 0 when every result is equal and no seal is broken, else 1."""
     result = compare_runs(run_a, run_b)
+    code = 1 if result.results or result.seals else 0
     if json_output:
         print(json.dumps(encode(result), indent=1))
-        return 1 if result.results else 0
+        return code
     print(f"A: {result.a}\nB: {result.b}")
     for name in result.equal:
         print(f"equal: {name}")
@@ -74,8 +80,18 @@ def main(run_a: Path | str, run_b: Path | str, json_output: bool = False) -> int
         for d in differences:
             counted = f" ({d.count} of {d.total} differ)" if d.total else ""
             print(f"{kind}: {d.quantity}{' at ' + d.where if d.where else ''}: A {d.a}, B {d.b}{counted}")
+    for words in result.seals:
+        print(f"broken seal: {words}")
     print("results: " + ("different" if result.results else "equal"))
-    return 1 if result.results else 0
+    return code
+
+
+def _broken_seal(reader: RunReader) -> str:
+    """What is wrong with the seal of a run that has one or had one; empty for nothing."""
+    if reader.sealed:
+        return "; ".join(finding.found for finding in verify_seal(reader.run_dir) if finding.status == "FAIL")
+    gone = "sealed" in {state.name for state in reader.states()}
+    return f"sealed once, and no {paths.COMPLETE}" if gone else ""
 
 
 def _settings(a: RunReader, b: RunReader, equal: list[str]) -> list[Difference]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from rl_engine.records.errors import told_inside
+
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
@@ -14,3 +16,6 @@ class Finding:
     found: str
     expected: str
     hint: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "found", told_inside(self.found))

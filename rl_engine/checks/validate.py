@@ -149,7 +149,7 @@ def main(
     wanted = "chosen" if rescore is True else rescore
     if wanted is not None and wanted is not False:
         wanted_steps(reader, wanted)
-    evidence = RunEvidence(reader)
+    evidence = RunEvidence(reader, sealing=seal)
     findings = _judge(evidence)
     if wanted is not None and wanted is not False:
         findings += rescore_findings(run_dir, wanted)

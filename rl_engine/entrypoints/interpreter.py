@@ -24,7 +24,7 @@ def named_interpreter(argv: list[str], env: dict[str, str]) -> tuple[str, str] |
             return os.path.join(value, tail) if tail else value, variable
     file = _profile_file(argv, env)
     try:
-        with open(file, encoding="utf-8") as stream:
+        with open(file, encoding="utf-8-sig") as stream:
             paths = json.load(stream).get("paths", {})
     except (OSError, ValueError, AttributeError, TypeError):
         return None  # the parser, which has the schema, says what is wrong with the profile

@@ -25,6 +25,7 @@ def main(argv: list[str] | None = None) -> int:
         if sys.hexversion < 0x030B0000:
             found = f"Python {sys.version.split()[0]} ({sys.executable})"
             raise UserError(found, "Python 3.11 or 3.12", "./rlk finds one, or makes an environment")
+        _sweep()
         return _VERBS[args.verb](args)
     except UserError as error:
         sys.stderr.write(f"rlk-repro: {' '.join(str(error).split())}\n")
@@ -50,6 +51,14 @@ def main(argv: list[str] | None = None) -> int:
 def _talk(text: str) -> None:
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+def _sweep() -> None:
+    """Removes what earlier runs of this user left outside their directories when all of their processes were killed."""
+    from rl_engine.orchestrators.scratch import sweep
+
+    for folder in sweep():
+        _talk(f"removed {folder}, left by a run whose processes are gone")
 
 
 def _room(module: str, what: str) -> object:

@@ -13,6 +13,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -140,17 +141,32 @@ def _compile(target: Path) -> None:
 
 
 def cache_folder() -> Path:
+    """Where compiled kernels and proofs are kept: beside the sources, or in the user's cache where that cannot be
+    written. What lies there is loaded and believed, so nobody may write there but who may write the sources.
+
+    Raises:
+        BuildError: others may write to both.
+    """
     beside = Path(__file__).parent / "_build"
     try:
         beside.mkdir(exist_ok=True)
-        probe = beside / f".write-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-        return beside
+        if _ours(beside):
+            with tempfile.TemporaryFile(dir=beside):
+                return beside
     except OSError:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl-kernel"
-        base.mkdir(parents=True, exist_ok=True)
-        return base
+        pass
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl-kernel"
+    base.mkdir(parents=True, exist_ok=True)
+    if not _ours(base):
+        raise BuildError(f"{base} may be written by everyone, or is another user's: its contents would be loaded")
+    return base
+
+
+def _ours(folder: Path) -> bool:
+    """Whether a folder is this user's, root's or the sources' owner's, and not open to everyone."""
+    found, owner = os.stat(folder), os.stat(__file__).st_uid
+    trusted = found.st_uid in (os.geteuid(), 0, owner)
+    return stat.S_ISDIR(found.st_mode) and trusted and not found.st_mode & stat.S_IWOTH
 
 
 @functools.cache

@@ -11,7 +11,6 @@ import dataclasses
 import io
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -31,10 +30,12 @@ from rl_engine.records.codec import RecordError
 from rl_engine.records.errors import UserError
 from rl_engine.records.files import write_atomic
 from rl_engine.records.lock import is_live
+from rl_engine.records.private import make_folder, open_own
+from rl_engine.records.process import is_of_this_machine, living, process_fields
 from rl_engine.records.reader import RunReader
 from rl_engine.records.redact import redact_text, secret_values
 from rl_engine.records.types import EventValue
-from rl_engine.records.writer import RunWriter, process_fields
+from rl_engine.records.writer import RunWriter
 
 T = TypeVar("T")
 POLL_SECONDS = 0.2
@@ -137,6 +138,12 @@ def stop(run: str, *, output_root: Path | None = None, json_output: bool) -> int
     side = _Side(found)
     states = [_state(reader) for reader in found.readers]
     process = _process(found, side)
+    if process is None and _held(found):
+        raise UserError(
+            f"{found.name}, held by a process that is not to be found here",
+            "a process that this user can see",
+            "end it where it was started (another container, another host)",
+        )
     if process is None and not any(state in _OPEN for state in states):
         raise UserError(f"{found.name}, which is {states[-1]}", "a run that is running", "rlk-repro validate judges it")
     if process is not None:
@@ -165,7 +172,7 @@ def _follow(found: Found, side: _Side) -> None:
     logs = [side.console] if side.console.exists() else [reader.run_dir / "run.log" for reader in found.readers]
     places = dict.fromkeys(logs, 0)
     while True:
-        alive = _process(found, side) is not None
+        alive = _process(found, side) is not None or _held(found)
         for path in logs:
             with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
                 file.seek(places[path])
@@ -183,9 +190,11 @@ def _outcome(found: Found, side: _Side) -> tuple[int, str]:
     codes = [_CODES.get(_state(reader), 3) for reader in found.readers]
     worst = max(codes, key=lambda code: (0, 1, 130, 3).index(code))
     if any(_state(reader) in (*_OPEN, "finished") for reader in found.readers):
+        whole = len(found.readers) == 1 and _state(found.readers[0]) == "finished"
+        verb = f"validate --run-dir {found.path}" if whole else f"run --resume {found.path}"
         sys.stderr.write(
             f"rlk-repro: the process of {found.name} is gone, and left the run {_state(found.readers[-1])}; "
-            f"go on with: rlk-repro run --resume {found.path}\n"
+            f"{'judge it' if whole else 'go on'} with: rlk-repro {verb}\n"
         )
         said = None
     code = worst if said is None else said
@@ -199,19 +208,20 @@ def _process(found: Found, side: _Side) -> psutil.Process | None:
         UserError: it runs on another host.
     """
     for fields in (side.process(), *(_last_attempt(reader) for reader in found.readers)):
-        pid, started = fields.get("pid"), fields.get("started")
-        if not isinstance(pid, int) or not isinstance(started, float):
+        if not isinstance(fields.get("pid"), int):
             continue
-        host = fields.get("host")
-        if host != platform.node():
-            if any(_state(reader) in _OPEN for reader in found.readers):
-                raise UserError(f"{found.name} on host {host}", "a run of this host", "use that host's terminal")
-            continue
-        with contextlib.suppress(psutil.Error, OverflowError, ValueError):
-            process = psutil.Process(pid)
-            if process.create_time() == started and process.status() != psutil.STATUS_ZOMBIE:
-                return process
+        if (process := living(fields)) is not None:
+            return process
+        if not is_of_this_machine(fields) and any(_state(reader) in _OPEN for reader in found.readers):
+            host = fields.get("host")
+            raise UserError(f"{found.name} on host {host}", "a run of this host", "use that host's terminal")
     return None
+
+
+def _held(found: Found) -> bool:
+    """Whether some process holds one of the directories. Asked only where the process by its name is gone: asking takes
+    the lock for a moment."""
+    return any(is_live(reader.run_dir) for reader in found.readers)
 
 
 def _attempts(reader: RunReader) -> int:
@@ -261,11 +271,11 @@ class _Side:
 
     def spawn(self) -> subprocess.Popen[bytes]:
         """The child process, in a session of its own."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         self.exit.unlink(missing_ok=True)
         path = os.pathsep.join(filter(None, (str(SOURCE_ROOT), os.environ.get("PYTHONPATH"))))
         command = [sys.executable, "-P", "-m", "rl_engine.orchestrators.detached", str(self.found.path)]
-        with open(self.console, "wb") as console:
+        with open(self.console, "wb", opener=open_own) as console:
             child = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -274,7 +284,7 @@ class _Side:
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": path},
             )
-        fields = process_fields(psutil.Process(child.pid))
+        fields = process_fields(child.pid)
         write_atomic(self.folder / "process.json", (json.dumps(fields) + "\n").encode())
         return child
 

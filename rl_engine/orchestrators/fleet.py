@@ -15,6 +15,7 @@ from rl_engine.config.plan import Plan
 from rl_engine.engines.snapshot import shard_digests, snapshot_digests
 from rl_engine.engines.types import Request, Sample, WeightSnapshot
 from rl_engine.orchestrators.actors import RolloutWorker, TrainWorker
+from rl_engine.orchestrators.causes import memory_kills
 from rl_engine.orchestrators.ray_head import Head
 from rl_engine.records.types import PassRecord, Side
 
@@ -43,10 +44,12 @@ class Fleet:
     Attributes:
         trainer: ranks of the trainer, in order.
         engines: ranks of every rollout engine.
+        memory_kills: how many processes the kernel had killed for want of memory when the workers were started.
     """
 
     def __init__(self, head: Head, plan: Plan) -> None:
         self.head, self.ray, self.plan = head, head.ray, plan
+        self.memory_kills = memory_kills()
         shape = plan.topology
         self.trainer = [
             self._member(TrainWorker, "train", "train", rank) for rank in range(shape.train_tp * shape.train_cp)
@@ -61,7 +64,7 @@ class Fleet:
         self.members = [*self.trainer, *(member for ranks in self.engines for member in ranks)]
 
     def _member(self, worker: type, side: Side, engine: str, rank: int, *more: int) -> Member:
-        store = f"file://{self.head.folder}/{self.plan.run_id}-{engine}"
+        store = f"file://{self.head.private}/{self.plan.run_id}-{engine}"
         return Member(self.head.start(worker, self.plan, engine, rank, store, *more), side, engine, rank)
 
     def stop(self) -> None:

@@ -17,7 +17,9 @@ from rl_engine.engines.kept import save_kept
 from rl_engine.engines.setup import model_config
 from rl_engine.engines.train.grpo import group_advantages
 from rl_engine.engines.types import Request, Sample, Scored, UpdateResult, canonical
+from rl_engine.orchestrators import causes
 from rl_engine.orchestrators.actors import SOURCE_ROOT
+from rl_engine.orchestrators.causes import RunFailed
 from rl_engine.orchestrators.display import Advance, Display, Stopwatch, step_line
 from rl_engine.orchestrators.fleet import Fleet
 from rl_engine.orchestrators.memory import MemoryWatch
@@ -34,15 +36,12 @@ from rl_engine.records.sources import source_record
 from rl_engine.records.statistics import logprob_statistics
 from rl_engine.records.types import SampleBatch, SampleRecord, StepRecord, StepSeconds
 from rl_engine.records.writer import RunWriter
+from rl_engine.rewards.checker import CheckerUnavailable
 from rl_engine.rewards.math import open_reward, reward_name
 
 T = TypeVar("T")
 CHECKED_PROMPTS = 4096  # looked at before anything starts; later ones in their step
 JUDGED = {"correct", "wrong", "empty", "no answer", "too long"}  # reasons that say something about the response
-
-
-class RunFailed(RuntimeError):
-    """A run ended by itself: a worker died or an engine raised. The message says which and why."""
 
 
 class LocalRun:
@@ -128,6 +127,8 @@ class LocalRun:
         except BaseException as error:
             self._close("failed", str(error))
             if isinstance(error, (OSError, RecordError)):
+                raise causes.of_record(error) from error
+            if isinstance(error, CheckerUnavailable):
                 raise RunFailed(str(error)) from error
             raise
         finally:
@@ -155,6 +156,7 @@ class LocalRun:
             batch = sample_batch(samples, old, records, self.config.vocabulary)
             advantages = self._advantages(step, records, samples)
             update: UpdateResult = self._train("training", "step", samples, advantages, old, scored.reference)
+            causes.check_finite(step, update)
             watch.lap()
             self._sync(step + 1)
             seconds["weight_sync"] = watch.lap()
@@ -452,19 +454,20 @@ class LocalRun:
                     f"operators that fail their proof ({cause})", "bits equal to the contract", "rlk-repro qualify"
                 ) from error
             self.writer.log(str(error))
-            raise RunFailed(f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}") from error
+            raise causes.of_error(cause) from error
         except errors.RayError as error:
             self.writer.log(str(error))
-            raise RunFailed(self._death(error)) from error
+            raise self._death(error) from error
 
-    def _death(self, error: Any) -> str:
+    def _death(self, error: Any) -> RunFailed:
         """Who died; what the worker wrote last goes to the log."""
         for member in self.fleet.members:
             if getattr(error, "actor_id", None) == member.actor._actor_id.hex():
                 if member.name not in self.pids:
-                    return f"{member.name} did not start: {' '.join(str(error).split())[-300:]}"
+                    return RunFailed(f"{member.name} did not start: {' '.join(str(error).split())[-300:]}")
                 pid = self.pids[member.name]
-                self.writer.log(self.head.last_words(pid) or f"{member.name} wrote nothing")
+                said = self.head.last_words(pid)
+                self.writer.log(said or f"{member.name} wrote nothing")
                 self.writer.event("worker_died", engine=member.engine, rank=member.rank, pid=pid)
-                return f"{member.name} (process {pid}) died: killed from outside, by a crash or for want of memory"
-        return " ".join(str(error).split())[:300]
+                return causes.of_death(member.name, pid, said, causes.memory_kills() - self.fleet.memory_kills)
+        return causes.of_error(error)

@@ -59,7 +59,7 @@ def layouts(name: str) -> list[Layout]:
     if not path.is_file():
         raise UserError(f"--matrix {name}", "guide, full, modules or a file", f"a file is {FORM}")
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise UserError(
             f"--matrix {name} that cannot be read ({error})", FORM, "[[1, 1, 1, 1], [3, 1, 1, 1]]"

@@ -7,23 +7,18 @@ import contextlib
 import io
 import os
 import secrets
-import shutil
 import signal
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from rl_engine.records.errors import UserError
+from rl_engine.orchestrators.scratch import MARK, Scratch
 
 SOURCES = Path(__file__).resolve().parents[2]
 OBJECT_STORE_BYTES = 1 << 30
 END_SECONDS = 10.0
-# A Unix socket's path has at most 107 bytes, and Ray's own part below the folder takes about 80 of them.
-LONGEST_BASE = 24
 LOG_TAIL_BYTES = 4096
 VITAL = ("gcs_server", "raylet")
 
@@ -33,10 +28,14 @@ class HeadFailed(RuntimeError):
 
 
 class Head:
-    """A running head: the ``ray`` module, and what is needed to start and end actors and to read their last words."""
+    """A running head: the ``ray`` module, and what is needed to start and end actors and to read their last words.
 
-    def __init__(self, ray: Any, folder: Path, said: io.StringIO) -> None:
-        self.ray, self.folder, self._said = ray, folder, said
+    Attributes:
+        private: a folder for what the run's processes share; Ray leaves it alone.
+    """
+
+    def __init__(self, ray: Any, scratch: Scratch, said: io.StringIO) -> None:
+        self.ray, self.private, self._logs, self._said = ray, scratch.own, scratch.ray / "session_latest/logs", said
         self._started: list[psutil.Process] = []
         self._vital: dict[str, psutil.Process] = {}
 
@@ -85,14 +84,14 @@ class Head:
     def last_words(self, pid: int) -> str:
         """What Ray said so far, and the end of what the worker process ``pid`` wrote; empty when there is nothing."""
         parts = [self._said.getvalue().strip()]
-        for path in sorted((self.folder / "session_latest" / "logs").glob(f"worker-*-{pid}.*")):
+        for path in sorted(self._logs.glob(f"worker-*-{pid}.*")):
             with contextlib.suppress(OSError):
                 parts.append(path.read_bytes()[-LOG_TAIL_BYTES:].decode("utf-8", "replace").strip())
         return "\n".join(filter(None, parts))
 
 
 def _environment(threads: int) -> dict[str, str | None]:
-    """Everything that Ray's processes inherit (None: removed); Ray reads its token when it is imported."""
+    """What Ray's processes inherit (None: removed); Ray reads its token when it is imported."""
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -134,22 +133,6 @@ def _variables(values: dict[str, str | None]) -> Iterator[None]:
         put(old)
 
 
-def _make_folder() -> Path:
-    """A new folder for Ray's sockets and logs; it cannot lie inside the run directory, whose path is too long.
-
-    Raises:
-        UserError: nowhere to make one.
-    """
-    usual = tempfile.gettempdir()
-    for base in (usual, "/tmp", "/var/tmp", "/dev/shm"):
-        plain = base.isascii() and not any(letter.isspace() for letter in base)
-        if plain and len(base) <= LONGEST_BASE and os.access(base, os.W_OK | os.X_OK):
-            return Path(tempfile.mkdtemp(prefix="rlk-ray-", dir=base))
-    raise UserError(
-        f"no folder for Ray's sockets ({usual})", "a writable one with a short, plain path", "set TMPDIR=/tmp"
-    )
-
-
 @contextlib.contextmanager
 def ray_head(threads: int, model_bytes: int, announce: Callable[[Path], None]) -> Iterator[Head]:
     """A head of our own; its processes and its folder are gone afterwards.
@@ -168,16 +151,17 @@ def ray_head(threads: int, model_bytes: int, announce: Callable[[Path], None]) -
     with _variables(_environment(threads)), contextlib.redirect_stdout(said):
         import ray  # takes seconds, so before there is a folder to remove
 
-        folder = _make_folder()
-        head = Head(ray, folder, said)
+        scratch = Scratch()
+        head = Head(ray, scratch, said)
         try:
-            announce(folder)
-            _connect(ray, folder, max(OBJECT_STORE_BYTES, 2 * model_bytes + (256 << 20)))
-            head.started()
-            yield head
+            announce(scratch.root)
+            with _variables({MARK: str(scratch.root)}):
+                _connect(ray, scratch.ray, max(OBJECT_STORE_BYTES, 2 * model_bytes + (256 << 20)))
+                head.started()
+                yield head
         finally:
             head.end()
-            _remove(folder)
+            scratch.remove()
 
 
 def _connect(ray: Any, folder: Path, store_bytes: int) -> None:
@@ -216,11 +200,3 @@ def _lives(process: psutil.Process) -> bool:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-def _remove(folder: Path) -> None:
-    # A process that is just ending may still write a last line into the folder.
-    deadline = time.monotonic() + END_SECONDS
-    while folder.exists() and time.monotonic() < deadline:
-        shutil.rmtree(folder, ignore_errors=True)
-        time.sleep(0.05)

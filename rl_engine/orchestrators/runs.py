@@ -11,10 +11,11 @@ from pathlib import Path
 
 from rl_engine.config.plan import Plan
 from rl_engine.orchestrators.actors import BaselineWorker
+from rl_engine.orchestrators.causes import RunFailed
 from rl_engine.orchestrators.display import Display
 from rl_engine.orchestrators.gpu_proof import ensure_proof
 from rl_engine.orchestrators.interrupts import hear, interruptible
-from rl_engine.orchestrators.local import LocalRun, RunFailed
+from rl_engine.orchestrators.local import LocalRun
 from rl_engine.orchestrators.memory import MemoryWatch
 from rl_engine.orchestrators.ray_head import HeadFailed, ray_head
 from rl_engine.orchestrators.supervise import Word, supervise
@@ -22,6 +23,8 @@ from rl_engine.orchestrators.verdict import print_runs, verdict
 from rl_engine.records.errors import UserError
 from rl_engine.records.reader import RunReader
 from rl_engine.records.writer import RunWriter
+
+FINISHED = ("finished", "valid", "invalid")
 
 
 def check(plans: list[Plan]) -> None:
@@ -62,7 +65,7 @@ def _said(runs: list[LocalRun], display: Display, word: Word, json_output: bool,
         code = _run_all(runs, display, word, rescore)
         status = "failed" if code else "succeeded"
     except (RunFailed, HeadFailed) as error:
-        display.say(f"rlk-repro: run failed: {error}{_remains(runs)}")
+        display.say(f"rlk-repro: run failed: {error}{_remains(runs, getattr(error, 'resume', True))}")
     except UserError:
         code = 2
         raise
@@ -130,12 +133,16 @@ def _baseline(local: LocalRun) -> tuple[int, float]:
         local.head.stop([worker])
 
 
-def _remains(runs: list[LocalRun]) -> str:
-    """What is left and how to go on, in words, after a run that did not end well."""
+def _remains(runs: list[LocalRun], resume: bool = True) -> str:
+    """What is left, in words, after a run that did not end well, and how to go on where ``resume`` can help."""
     begun = [local for local in runs if local.started and hasattr(local, "writer") and local.writer.attempts]
     if not begun:
         return ""
     last = begun[-1]
     where = f"; {len(last.steps)} finished steps are in {last.plan.run_dir}, log {last.writer.log_path}"
+    if not resume:
+        return f"{where}; --resume would end in the same way"
+    if last.plan.pair_id is None and last.writer.current_state in FINISHED:
+        return f"{where}; judge it with: rlk-repro validate --run-dir {shlex.quote(last.plan.run_dir)}"
     name = last.plan.run_dir if last.plan.pair_id is None else os.path.join(last.plan.output_root, last.plan.pair_id)
     return f"{where}; go on with: rlk-repro run --resume {shlex.quote(name)}"

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import psutil
 
+from rl_engine.orchestrators.causes import memory_kills, of_exit
 from rl_engine.orchestrators.interrupts import ENDING, RELAYED
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SI_USER = 0
 EXIT_SECONDS = 20.0
-_HEAD = ("gcs_server", "raylet")
 
 
 class Word:
@@ -65,6 +65,7 @@ def supervise(lost: Callable[[str], None]) -> Word:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     parent, held = os.getpid(), {*ENDING, RELAYED}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*held, signal.SIGCHLD})
+    kills = memory_kills()
     child = os.fork()
     if not child:
         _prctl(_PR_SET_CHILD_SUBREAPER, 0)
@@ -76,12 +77,11 @@ def supervise(lost: Callable[[str], None]) -> Word:
         return Word(writing)
     os.close(writing)
     said, status = _wait(child, reading)
-    gone = _clean_up(said)
+    _clean_up(said)
     codes = [int(line.removeprefix("ended ")) for line in said if line.startswith("ended ")]
     if codes:
         raise SystemExit(codes[0])
-    why = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit code {os.WEXITSTATUS(status)}"
-    lost(f"its process ended without a word ({why}){gone}")
+    lost(of_exit(status, memory_kills() - kills))
     raise SystemExit(3)
 
 
@@ -108,23 +108,17 @@ def _wait(child: int, reading: int) -> tuple[list[str], int]:
             os.kill(child, signal.SIGKILL)  # Ray's own exit, which may wait for what is gone
 
 
-def _clean_up(said: list[str]) -> str:
-    """Ends what the run's process left behind, by id, and says what of Ray's head was gone before."""
+def _clean_up(said: list[str]) -> None:
+    """Ends what the run's process left behind, by id. What of it is gone by now says nothing of the cause: Ray's head
+    dies with the process that started it."""
     left = psutil.Process().children(recursive=True)
-    living = set()
-    for process in left:
-        with contextlib.suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                living.add(process.name())
     for process in left:
         with contextlib.suppress(psutil.Error):
             process.kill()
     psutil.wait_procs(left, timeout=10)
-    folders = [line.removeprefix("folder ") for line in said if line.startswith("folder ")]
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
-    gone = [name for name in _HEAD if name not in living]
-    return f"; of Ray's head {' and '.join(gone)} had died" if folders and gone else ""
+    for line in said:
+        if line.startswith("folder "):
+            shutil.rmtree(line.removeprefix("folder "), ignore_errors=True)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -13,6 +13,7 @@ import dataclasses
 import datetime
 import math
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from torch import Tensor
 TIMEOUT = datetime.timedelta(seconds=300)
 CPU = torch.device("cpu")
 ALIGNMENT = 16  # bytes at which a rank's share of a gathered buffer begins: the copy engine reads no others
+LOOPBACKS = ("lo", "lo0")
 SPIN, NAP = 0.002, 0.0002  # seconds of asking without a pause, and between questions after that
 
 
@@ -268,6 +270,9 @@ def join_mesh(
 ) -> Mesh:
     """Meets the other ``tp * cp - 1`` processes at ``store`` (``tcp://host:port`` or ``file:///path``).
 
+    Ranks that meet at a file are on one machine: gloo then listens on the loopback alone, unless
+    ``GLOO_SOCKET_IFNAME`` is set. By itself it takes the address of the host's name, which others may reach.
+
     Args:
         device: where this rank computes.
         shared: ranks on GPUs exchange through host memory, because some of them have a GPU together or torch has no
@@ -285,6 +290,9 @@ def join_mesh(
         torch.cuda.set_device(device)  # kernels and NCCL take the device in force
     if size == 1:
         return single_mesh()
+    if store.startswith("file:"):
+        for name in (name for _, name in socket.if_nameindex() if name in LOOPBACKS):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     with _naming_peers(range(size)):
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timeout)
     whole = tuple(range(size))

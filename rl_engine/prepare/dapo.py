@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rl_engine.prepare.download import download, file_sha256
 from rl_engine.records.errors import UserError
+from rl_engine.records.private import check_place, open_shared
 
 Talk = Callable[[str], None]
 
@@ -102,11 +103,12 @@ def convert(source: Path, source_sha256: str, url: str, output: Path, talk: Talk
     Raises:
         UserError: not parquet, a missing column, or a malformed row.
     """
+    check_place(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(output.name + ".partial")
     seen: set[str] = set()
     read = 0
-    with partial.open("w", encoding="utf-8") as stream:
+    with open(partial, "w", encoding="utf-8", opener=open_shared) as stream:
         for read, row in enumerate(_rows(source), start=1):
             line = _line(row, read, source)
             index = json.dumps(line["source_index"])
@@ -122,7 +124,8 @@ def convert(source: Path, source_sha256: str, url: str, output: Path, talk: Talk
     )
     os.replace(partial, output)
     staged = manifest_path(output).with_name(manifest_path(output).name + ".partial")
-    staged.write_text(json.dumps(dataclasses.asdict(manifest), indent=1) + "\n", encoding="utf-8")
+    with open(staged, "w", encoding="utf-8", opener=open_shared) as stream:
+        stream.write(json.dumps(dataclasses.asdict(manifest), indent=1) + "\n")
     os.replace(staged, manifest_path(output))
     talk(f"prompts: {len(seen):,} rows in {output} ({read - len(seen):,} duplicates removed)")
     return manifest

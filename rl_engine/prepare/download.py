@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rl_engine.records.errors import UserError
+from rl_engine.records.private import check_place, open_shared
 
 Talk = Callable[[str], None]
 CHUNK = 1 << 20
@@ -39,6 +40,7 @@ def download(url: str, file: Path, sha256: str | None, talk: Talk, pause: float 
     """
     if not url.lower().startswith(("http://", "https://")):
         raise UserError(f"URL {url}", "an http or https address", "check --data-url")
+    check_place(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     partial, last = file.with_name(file.name + ".partial"), ""
     for attempt in range(ATTEMPTS):
@@ -107,7 +109,8 @@ def _fetch(url: str, partial: Path, talk: Talk) -> None:
         if total is not None and shutil.disk_usage(partial.parent).free < total - done:
             raise _full(partial, f"{total - done:,} bytes to download and too little free disk")
         mark = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
-        _note(partial).write_text(json.dumps({"url": url, "validator": mark}), encoding="utf-8")
+        with open(_note(partial), "w", encoding="utf-8", opener=open_shared) as note:
+            json.dump({"url": url, "validator": mark}, note)
         _copy(response, partial, "ab" if resumed else "wb", done, total, talk)
 
 
@@ -115,7 +118,7 @@ def _copy(
     response: http.client.HTTPResponse, partial: Path, how: str, done: int, total: int | None, talk: Talk
 ) -> None:
     told = time.monotonic()
-    with partial.open(how) as stream:
+    with open(partial, how, opener=open_shared) as stream:
         while chunk := response.read(CHUNK):
             stream.write(chunk)
             done += len(chunk)

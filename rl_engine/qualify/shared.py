@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 
+from rl_engine.records.files import write_atomic
+from rl_engine.records.private import open_own
+
 # Environment variables by which a user steers the arithmetic of torch and its libraries.
 STEERING = ("ATEN_", "CUBLAS", "DNNL_", "GOMP_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "TORCH_")
 
@@ -35,15 +38,13 @@ def shared(folder: Path, facts: Mapping[str, Any], make: Callable[[], Cases]) ->
     """
     asked = json.loads(json.dumps({**facts, **process_facts()}))
     path = folder / f"proof-{_digest(asked)[:32]}.json"
-    with path.with_suffix(".lock").open("a") as lock:
+    with open(path.with_suffix(".lock"), "a", opener=open_own) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         found = _read(path, asked)
         if found is None:
             found = make()
             body = {"facts": asked, "cases": found}
-            fresh = path.with_suffix(".tmp")
-            fresh.write_text(json.dumps({**body, "digest": _digest(body)}))
-            fresh.replace(path)
+            write_atomic(path, json.dumps({**body, "digest": _digest(body)}).encode())
         return found
 
 

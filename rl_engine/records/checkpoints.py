@@ -15,6 +15,7 @@ from rl_engine.records import paths
 from rl_engine.records.codec import RecordError, decode, encode, parse_json
 from rl_engine.records.errors import UserError
 from rl_engine.records.files import require_folder, sync_folder, write_atomic
+from rl_engine.records.private import FOLDER_MODE
 
 FOLDER = "checkpoints"
 KEEP = 2
@@ -50,11 +51,11 @@ def write_checkpoint(
         OSError: the disk is full or failing; earlier checkpoints are intact and no partial one is left in their way.
     """
     root = run_dir / FOLDER
-    root.mkdir(exist_ok=True)
+    root.mkdir(FOLDER_MODE, exist_ok=True)
     require_folder(root)
     final, partial = root / f"step-{next_step:05d}", root / f".step-{next_step:05d}.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    partial.mkdir(FOLDER_MODE)
     try:
         save(partial)
         files = {}

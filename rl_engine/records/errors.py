@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class UserError(Exception):
     """A mistake that the user can correct.
@@ -13,6 +15,7 @@ class UserError(Exception):
     """
 
     def __init__(self, found: str, expected: str, hint: str) -> None:
+        found = told_inside(found)
         super().__init__(found, expected, hint)
         self.found = found
         self.expected = expected
@@ -21,6 +24,14 @@ class UserError(Exception):
     def __str__(self) -> str:
         parts = (printable(part.replace("\n", " "), 2000) for part in (self.found, self.expected, self.hint))
         return "found {}, expected {}; hint: {}".format(*parts)
+
+
+def told_inside(text: str) -> str:
+    """What an error said, as the found part of another's line: one ``expected`` a line, the outer one, and one hint."""
+    text = re.sub(r"(^|: |\()found (?=.*(?:, expected |; hint: ))", r"\1", text)
+    text = re.sub(r"; hint: [^)]*", "", text)
+    text = re.sub(r"(?:,|;) expected ", ", not ", text)
+    return re.sub(r"\((.{1,400}?) expected\)", r"(not \1)", text)
 
 
 def printable(text: str, limit: int = 600) -> str:

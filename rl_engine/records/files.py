@@ -1,12 +1,17 @@
-"""Durable writes below a run directory: nothing half-written is ever seen under its final name."""
+"""Durable writes below a run directory: nothing half-written is ever seen under its final name.
+
+Files are made readable by their user alone, since they hold prompts and answers.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from rl_engine.records import paths
 from rl_engine.records.codec import RecordError
 from rl_engine.records.errors import UserError
+from rl_engine.records.private import FILE_MODE
 
 
 def append_durable(path: Path, data: bytes, *, sync: bool = True) -> None:
@@ -17,7 +22,7 @@ def append_durable(path: Path, data: bytes, *, sync: bool = True) -> None:
     Raises:
         OSError: the disk is full or failing; earlier lines are intact.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
     try:
         size = os.fstat(descriptor).st_size
         try:
@@ -31,11 +36,11 @@ def append_durable(path: Path, data: bytes, *, sync: bool = True) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
     """Write a new file or replace one: temporary file in the same folder, fsync, rename, fsync of the folder."""
     temporary = path.with_name(f".{path.name}.partial")
     temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         try:
             _write_all(descriptor, data)
@@ -57,7 +62,7 @@ def write_exclusive(path: Path, data: bytes, what: str) -> None:
     """
     temporary = path.with_name(f".{path.name}.partial")
     temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
     try:
         try:
             _write_all(descriptor, data)
@@ -86,27 +91,20 @@ def _publish(temporary: Path, path: Path) -> None:
 
 
 def cut_torn_tail(path: Path) -> int:
-    """Remove what follows the last newline (a line that a crash interrupted); returns the bytes removed."""
-    if not path.exists():
-        return 0
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        size = os.fstat(descriptor).st_size
-        end = size
-        while end > 0:
-            start = max(0, end - 65536)
-            block = os.pread(descriptor, end - start, start)
-            newline = block.rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        if end < size:
-            os.ftruncate(descriptor, end)
+    """Remove what follows the last newline (a line that a crash interrupted); returns the bytes removed.
+
+    Raises:
+        RecordError: no link, device or pipe is opened, and what is longer than any line is no torn one.
+    """
+    whole, torn = paths.torn_tail(path.parent, path.name)
+    if torn:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, whole)
             os.fsync(descriptor)
-        return size - end
-    finally:
-        os.close(descriptor)
+        finally:
+            os.close(descriptor)
+    return torn
 
 
 def sync_folder(folder: Path) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
 
 from rl_engine.records.errors import UserError
+
+ATTEMPTS, PAUSE = 4, 0.02
 
 
 class RunLock:
@@ -26,17 +29,18 @@ class RunLock:
             return
         descriptor = os.open(self.run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(descriptor)
         except OSError as error:
             os.close(descriptor)
             if not isinstance(error, BlockingIOError):
                 return  # a file system without locks: the caller's discipline is all there is
-            raise UserError(
-                f"{self.run_dir} being written by another process",
-                "a run that no process works on",
-                f"follow it with `rlk-repro attach {self.run_dir.name}`, or end it with `rlk-repro stop`",
-            ) from None
+            raise being_written(self.run_dir) from None
         self._descriptor = descriptor
+
+    @property
+    def held(self) -> bool:
+        """Whether the lock is there; :meth:`acquire` goes without on a file system that has none."""
+        return self._descriptor is not None
 
     def release(self) -> None:
         """Give the lock back; harmless without it."""
@@ -46,6 +50,26 @@ class RunLock:
 
     def __del__(self) -> None:
         self.release()
+
+
+def being_written(run_dir: Path) -> UserError:
+    """The refusal of a second writer."""
+    return UserError(
+        f"{run_dir} being written by another process",
+        "a run that no process works on",
+        f"follow it with `rlk-repro attach {run_dir.name}`, or end it with `rlk-repro stop`",
+    )
+
+
+def _take(descriptor: int) -> None:
+    """The lock; one that is held for a moment, by :func:`is_live` of another process, is waited for."""
+    for left in reversed(range(ATTEMPTS)):
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not left:
+                raise
+            time.sleep(PAUSE)
 
 
 def is_live(run_dir: Path) -> bool:

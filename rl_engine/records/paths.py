@@ -123,11 +123,11 @@ def read_bounded(root: Path, relative: str, limit: int) -> bytes:
 
 
 def read_lines(root: Path, relative: str, limit: int, line_limit: int) -> Iterator[bytes]:
-    """The lines of a regular file below ``root``, one in memory at a time, without their ends.
+    """The lines of a regular file below ``root``, one in memory at a time, without their ends. A last line without its
+    end is left out: :func:`torn_tail` tells of it.
 
     Raises:
-        RecordError: a file of more than ``limit`` bytes, a line of more than ``line_limit``, a last line without its
-            end.
+        RecordError: a file of more than ``limit`` bytes, a line of more than ``line_limit``.
     """
     with open_regular(root, relative) as descriptor, os.fdopen(os.dup(descriptor), "rb") as file:
         size = os.fstat(descriptor).st_size
@@ -139,8 +139,24 @@ def read_lines(root: Path, relative: str, limit: int, line_limit: int) -> Iterat
             if len(line) > line_limit or read > limit:
                 raise RecordError(f"{relative}: a line above {line_limit} bytes", "lines as a run writes them")
             if not line.endswith(b"\n"):
-                raise RecordError(f"{relative}: a last line without its end", "whole lines")
+                return
             yield line[:-1]
+
+
+def torn_tail(root: Path, relative: str) -> tuple[int, int]:
+    """(bytes of whole lines, bytes after the last of them) of a regular file below ``root``.
+
+    Raises:
+        RecordError: more than ``LINE_LIMIT`` bytes after it: no line that a crash could have torn.
+    """
+    with open_regular(root, relative) as descriptor:
+        size = os.fstat(descriptor).st_size
+        start = max(0, size - LINE_LIMIT)
+        newline = os.pread(descriptor, size - start, start).rfind(b"\n")
+    if newline < 0 and start:
+        raise RecordError(f"{relative}: more than {LINE_LIMIT} bytes after its last whole line", "whole lines")
+    whole = start + newline + 1
+    return whole, size - whole
 
 
 def list_files(root: Path) -> list[str]:

@@ -44,7 +44,8 @@ class PlanFile:
 class RunReader:
     """Everything in one run directory, decoded strictly on each call.
 
-    Every method raises :class:`RecordError` for a missing, damaged, oversized or linked file.
+    Every method raises :class:`RecordError` for a missing, damaged, oversized or linked file. A last line without its
+    end, which a crash or a writer at work leaves, is read past: :meth:`torn` tells of it.
     """
 
     def __init__(self, run_dir: Path | str) -> None:
@@ -72,6 +73,13 @@ class RunReader:
             return paths.list_files(self.run_dir)
         except OSError as error:
             raise RecordError(f"{self.run_id}: {error.strerror}", "a readable run directory") from error
+
+    def torn(self) -> dict[str, tuple[int, int]]:
+        """(bytes of whole lines, bytes of a half-written one after them) of every file of lines that has one."""
+        logs = [f"{paths.PASSES_DIR}/{name}" for name in self._folder(paths.PASSES_DIR)]
+        names = [paths.STATE, paths.EVENTS, paths.STEPS, *logs]
+        tails = {name: paths.torn_tail(self.run_dir, name) for name in names if (self.run_dir / name).exists()}
+        return {name: tail for name, tail in tails.items() if tail[1]}
 
     def plan(self) -> PlanFile:
         """``plan.json`` with its digest checked."""
@@ -205,7 +213,7 @@ class RunReader:
 
     def _lines(self, cls: type[T], name: str) -> list[T]:
         data = paths.read_bounded(self.run_dir, name, paths.JSON_LIMIT)
-        lines = split_lines(data, name)
+        lines = split_lines(data[: data.rfind(b"\n") + 1], name)
         return [
             decode(cls, parse_json(line, f"{name} line {number}"), f"{name} line {number}")
             for number, line in enumerate(lines, 1)

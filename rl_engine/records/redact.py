@@ -9,7 +9,9 @@ from collections.abc import Mapping
 REDACTED = "[redacted]"
 
 _SECRET_NAME = re.compile(
-    r"(?i)(token(?!ize)|secret|passw|passphrase|api_?key|access_?key|private_?key|credential|auth|cookie|_key$|^key$)"
+    r"(?i)(token(?!ize)|secret|passw|passphrase|api_?key|access_?key|private_?key|credential|auth|cookie|_key$|^key$"
+    # RAY_PW, DB_PASS2, REDIS_DSN; PWD and OLDPWD are folders.
+    r"|(?:_|^)(?:pw|pass|psw|jwt|dsn|sas|otp)(?:_|\d|$)|_pwd(?:_|\d|$)|pw$|(?<!by)(?<!com)pass$)"
 )
 _SECRET_TEXT = re.compile(
     r"hf_[A-Za-z0-9]{16,}"
@@ -19,12 +21,16 @@ _SECRET_TEXT = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     re.DOTALL,
 )
-_USER_INFO = re.compile(r"(?<=://)[^/\s:@]+(?::[^/\s@]*)?(?=@)")
+# Up to the last @ of the host's part: a user may be missing, a password may hold @, and / where it is no port.
+_USER_INFO = re.compile(r"(?<=://)(?:[^/\s:@]*:(?!\d+(?:[/\s]|$))[^\s\"'<>]+|[^/\s\"'<>]+)(?=@)")
+# The same without a scheme, user:password@host; digests of images (name:tag@sha256:...) are none.
+_BARE_USER_INFO = re.compile(r"(?<![\w/:.@\]-])[\w.+-]+:[^\s:/@\"'<>]+(?:@[^\s:/@\"'<>]+)*(?=@(?!sha\d)[A-Za-z\d])")
 _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}")
 _ASSIGNMENT = re.compile(
     # Counts of tokens are no secrets: of names with "token" only those that end in it, and no plain number.
     r"(?i)([\w-]*(?:token[\"']?\s*[=:]\s*[\"']?(?![\d.]+\b)"
-    r"|(?:secret|password|passwd|api_?key|access_?key|credential)[\w-]*[\"']?\s*[=:]\s*[\"']?))([^\s\"',;&]{6,})"
+    r"|(?:secret|password|passwd|api_?key|access_?key|credential)[\w-]*[\"']?\s*[=:]\s*[\"']?"
+    r"|_(?:pw|pwd|pass)=[\"']?))([^\s\"',;&]{6,})"
 )
 
 # Variables worth keeping: what can change numbers or placement. Everything else stays out of the record.
@@ -59,7 +65,7 @@ def redact_text(text: str, secrets: tuple[str, ...] = ()) -> str:
         if len(value) >= 6:
             text = text.replace(value, REDACTED)
     text = _SECRET_TEXT.sub(REDACTED, text)
-    text = _USER_INFO.sub(REDACTED, text)
+    text = _BARE_USER_INFO.sub(REDACTED, _USER_INFO.sub(REDACTED, text))
     text = _BEARER.sub(lambda match: f"{match[1]} {REDACTED}", text)
     return _ASSIGNMENT.sub(lambda match: match[1] + REDACTED, text)
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
-
-import psutil
 
 from rl_engine.numerics.digest import map_digest
 from rl_engine.records import kept as kept_weights
@@ -19,7 +16,9 @@ from rl_engine.records.codec import RecordError, canonical_digest, canonical_jso
 from rl_engine.records.environment import utc_now
 from rl_engine.records.errors import UserError
 from rl_engine.records.files import append_durable, cut_torn_tail, require_folder, write_atomic, write_exclusive
-from rl_engine.records.lock import RunLock
+from rl_engine.records.lock import RunLock, being_written
+from rl_engine.records.private import FOLDER_MODE, check_place
+from rl_engine.records.process import living, process_fields
 from rl_engine.records.reader import RunReader
 from rl_engine.records.redact import redact_text, redact_variables, secret_values
 from rl_engine.records.samples import encode_samples
@@ -82,12 +81,14 @@ class RunWriter:
         """Make a new run directory with ``plan.json`` and the state ``planned``.
 
         Args:
-            run_dir: must not exist; its last component must be a valid run id. Parents are made.
+            run_dir: must not exist; its last component must be a valid run id. Parents are made. Only this user may
+                enter it, since samples are texts.
             plan_json: the plan as a JSON object (parsed, or its text).
             plan_digest: ``codec.canonical_digest`` of that object.
 
         Raises:
-            UserError: the directory exists, or its name is not one plain path component.
+            UserError: the directory exists, its name is not one plain path component, or another user laid a folder
+                above it where everyone may write.
             ValueError: the digest is not the plan's.
         """
         body = json.loads(plan_json) if isinstance(plan_json, str) else dict(plan_json)
@@ -95,15 +96,16 @@ class RunWriter:
             raise ValueError(f"plan digest {plan_digest} is not the canonical digest {canonical_digest(body)}")
         run_dir = Path(os.path.abspath(run_dir))
         paths.check_component(run_dir.name, "run id")
+        check_place(run_dir)
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         try:
-            run_dir.mkdir()
+            run_dir.mkdir(FOLDER_MODE)
         except FileExistsError:
             raise UserError(
                 f"{run_dir} already there", "a run directory that does not exist yet", "choose another --run-id"
             ) from None
         for folder in (paths.SAMPLES_DIR, paths.ROUTES_DIR, paths.WEIGHTS_DIR, paths.PASSES_DIR):
-            (run_dir / folder).mkdir()
+            (run_dir / folder).mkdir(FOLDER_MODE)
         lock = RunLock(run_dir)
         lock.acquire()
         writer = cls(run_dir, plan_digest, (), 0, lock)
@@ -116,11 +118,16 @@ class RunWriter:
         return writer
 
     @classmethod
-    def open(cls, run_dir: Path) -> RunWriter:
-        """Continue an existing run (resume, validation): a line torn by a crash is cut off and recorded as an event.
+    def open(cls, run_dir: Path, *, repair: bool = False) -> RunWriter:
+        """Continue an existing run.
+
+        Args:
+            repair: a line torn by a crash is cut off, and recorded as an event. For who goes on with the run; whoever
+                only looks leaves it as it is.
 
         Raises:
-            UserError: no run directory, a sealed one, one with damaged records, or one being written by a process.
+            UserError: no run directory, a sealed one, one with damaged records, one being written by a process, or one
+                with a torn line that is to stay.
         """
         reader = RunReader(run_dir)
         if reader.sealed:
@@ -129,6 +136,10 @@ class RunWriter:
         lock = RunLock(reader.run_dir)
         lock.acquire()
         try:
+            if not lock.held and _works(reader):
+                raise being_written(reader.run_dir)
+            if not repair and (torn := reader.torn()):
+                raise UserError(torn_words(torn), "whole lines", "`run --resume` or `stop` removes them")
             return cls._repaired(reader, lock)
         except BaseException:
             lock.release()
@@ -144,7 +155,7 @@ class RunWriter:
         Raises:
             UserError: as :meth:`open`, or a run that has finished.
         """
-        writer = cls.open(run_dir)
+        writer = cls.open(run_dir, repair=True)
         try:
             if "finished" in {record.name for record in RunReader(run_dir).states()}:
                 raise UserError(f"a run that is {writer._state}", "an unfinished run", "rlk-repro validate judges it")
@@ -164,16 +175,10 @@ class RunWriter:
     def _repaired(cls, reader: RunReader, lock: RunLock) -> RunWriter:
         for folder in (paths.SAMPLES_DIR, paths.ROUTES_DIR, paths.WEIGHTS_DIR):
             require_folder(reader.run_dir / folder)
-        logs = [f"{paths.PASSES_DIR}/{name}" for name in paths.list_folder(reader.run_dir, paths.PASSES_DIR)]
-        torn = {
-            name: cut_torn_tail(reader.run_dir / name)
-            for name in (paths.STATE, paths.EVENTS, paths.STEPS, *logs)
-            if (reader.run_dir / name).exists()
-        }
+        torn = {name: cut_torn_tail(reader.run_dir / name) for name in reader.torn()}
         writer = cls(reader.run_dir, reader.plan().digest, reader.states(), len(reader.steps()), lock)
         for name, removed in torn.items():
-            if removed:
-                writer.event("torn_line_removed", file=name, bytes=removed)
+            writer.event("torn_line_removed", file=name, bytes=removed)
         return writer
 
     @property
@@ -211,10 +216,8 @@ class RunWriter:
             self.close()
         elif name == "running":
             self._attempts += 1
-            fields = process_fields(psutil.Process())
-            self.event(
-                "attempt", number=self._attempts - 1, next_step=self._next_step, passes=True, scoring=True, **fields
-            )
+            number, fields = self._attempts - 1, process_fields()
+            self.event("attempt", number=number, next_step=self._next_step, passes=True, scoring=True, **fields)
 
     def _set_state(self, name: str, reason: str | None) -> None:
         text = None if reason is None else redact_text(reason, secret_values())
@@ -339,9 +342,17 @@ class RunWriter:
             raise _sealed(self.run_dir)
 
 
-def process_fields(process: psutil.Process) -> dict[str, EventValue]:
-    """What tells one process from every other: host, pid, and the time of its start in seconds."""
-    return {"host": platform.node(), "pid": process.pid, "started": process.create_time()}
+def torn_words(torn: Mapping[str, tuple[int, int]]) -> str:
+    """What ``RunReader.torn`` found."""
+    return ", ".join(f"{name}: {tail} bytes after its last whole line" for name, (_, tail) in torn.items())
+
+
+def _works(reader: RunReader) -> bool:
+    """Whether the process of the last attempt lives and has not said that it ended: all that can be asked where a file
+    system has no locks."""
+    begun = [event.fields for event in reader.events() if event.kind == "attempt"]
+    open_ = reader.states()[-1:] and reader.states()[-1].name in ("planned", "running")
+    return bool(open_ and begun and begun[-1].get("pid") != os.getpid() and living(begun[-1]))
 
 
 def _sealed(run_dir: Path) -> UserError:

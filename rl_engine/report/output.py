@@ -13,6 +13,7 @@ from rl_engine.records.files import write_atomic
 
 MARK = "report.json"
 SCHEMA = "rlkernel.report.v1"
+MODE = 0o666  # as the umask says: a report is to be shown, and has no prompt in it
 
 
 class ReportFolder:
@@ -28,7 +29,7 @@ class ReportFolder:
         self._check()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(folder / MARK, self._mark({}))
+            write_atomic(folder / MARK, self._mark({}), MODE)
         except OSError as error:
             raise UserError(
                 f"{printable(str(folder))}: {error.strerror}", "a folder that can be written to", "--output DIR"
@@ -60,7 +61,7 @@ class ReportFolder:
                 raise UserError(f"{printable(str(path))}, which is no folder", "a folder of the report", "remove it")
             path.mkdir(exist_ok=True)
         try:
-            write_atomic(self.folder / name, data)
+            write_atomic(self.folder / name, data, MODE)
         except OSError as error:
             raise UserError(
                 f"{printable(str(self.folder / name))}: {error.strerror}", "room and permission", "--output DIR"
@@ -69,7 +70,7 @@ class ReportFolder:
 
     def finish(self, body: dict[str, object]) -> None:
         """The manifest, with ``body`` and every file's name."""
-        write_atomic(self.folder / MARK, self._mark(body))
+        write_atomic(self.folder / MARK, self._mark(body), MODE)
 
     def _mark(self, body: dict[str, object]) -> bytes:
         return (json.dumps({"schema": SCHEMA, **body, "files": sorted(self.files)}, indent=1) + "\n").encode()

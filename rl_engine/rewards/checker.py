@@ -26,7 +26,16 @@ class Comparison:
 
 
 class CheckerUnavailable(RuntimeError):
-    """The child process does not come up: math-verify is missing or broken."""
+    """The child process does not come up.
+
+    Attributes:
+        missing: it said itself that it cannot work, since math-verify is missing or broken; otherwise it was killed,
+            crashed or did not answer.
+    """
+
+    def __init__(self, message: str, *, missing: bool = False) -> None:
+        super().__init__(message)
+        self.missing = missing
 
 
 class AnswerChecker:
@@ -119,17 +128,28 @@ class AnswerChecker:
         self.start()
 
     def _wait_until_ready(self) -> None:
-        self.start()
-        if self._ready:
-            return
-        try:
-            reply = self._read_reply(time.monotonic() + self._start_limit)
-        except (TimeoutError, EOFError) as error:
-            self.close()
-            raise CheckerUnavailable(f"the answer checker did not start ({type(error).__name__})") from error
+        # One that dies on its way up, by whatever hand, gets one more try.
+        for left in (1, 0):
+            self.start()
+            if self._ready:
+                return
+            try:
+                reply = self._read_reply(time.monotonic() + self._start_limit)
+                break
+            except TimeoutError as error:
+                self.close()
+                words = f"the answer checker did not start (no answer in {self._start_limit:g} s)"
+                raise CheckerUnavailable(words) from error
+            except EOFError as error:
+                assert self._child is not None
+                code = self._child.wait()
+                self.close()
+                if not left:
+                    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                    raise CheckerUnavailable(f"the answer checker did not start (it {how}, twice)") from error
         if "fatal" in reply:
             self.close()
-            raise CheckerUnavailable(f"the answer checker cannot work: {reply['fatal']}")
+            raise CheckerUnavailable(f"the answer checker cannot work: {reply['fatal']}", missing=True)
         self._ready = True
 
     def _exchange(self, line: bytes) -> dict[str, Any]:

@@ -72,7 +72,8 @@ class MathReward:
 
         Raises:
             ValueError: the lengths differ.
-            UserError: math-verify is missing or does not start.
+            UserError: math-verify is missing or broken.
+            CheckerUnavailable: the child was killed on its way up, or did not answer.
         """
         if len(texts) != len(answers):
             raise ValueError(f"{len(texts)} responses, {len(answers)} answers")
@@ -80,6 +81,8 @@ class MathReward:
             with self._lock:
                 return [self._judge(text, answer) for text, answer in zip(texts, answers, strict=True)]
         except CheckerUnavailable as error:
+            if not error.missing:
+                raise
             raise UserError(str(error), "math-verify installed and working", "./rlk prepare installs it") from error
 
     def close(self) -> None:

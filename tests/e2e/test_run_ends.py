@@ -105,7 +105,7 @@ def test_an_impatient_second_signal_does_not_stop_the_clean_up(cli: Cli) -> None
 @pytest.mark.parametrize("seconds", [0.0, 1.0, 2.5, 5.0, 9.0])
 def test_a_signal_while_ray_starts_leaves_nothing(cli: Cli, seconds: float) -> None:
     command = cli.start("run", *LONG)
-    command.wait_for(lambda: any(command.temporary.glob("rlk-ray-*")))
+    command.wait_for(lambda: any(command.temporary.glob("rlk-run-*")))
     time.sleep(seconds)
     command.child.send_signal(signal.SIGTERM)
     done = command.finish()

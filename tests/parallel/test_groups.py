@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -222,6 +223,19 @@ def test_mesh_of_two_by_three(tmp_path: Path) -> None:
         assert ended.result["indices"] == [tp, cp]
         assert ended.result["sent"] == {"tp": 8, "cp": 16, "world": 40}
         assert ended.result["left"]
+
+
+def listening(rank: Rank) -> list[str]:
+    join_mesh(2, 1, rank.index, f"file://{rank.folder}/store").world.barrier()
+    found = psutil.Process().net_connections("inet")
+    leave_mesh()
+    return [each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN]
+
+
+def test_ranks_of_one_machine_listen_on_the_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for ended in run_ranks(listening, 2, tmp_path):
+        assert ended.result and set(ended.result) <= {"127.0.0.1", "::1"}
 
 
 def test_gpus_of_their_own_need_nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

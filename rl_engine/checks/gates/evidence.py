@@ -50,10 +50,14 @@ class StepFacts:
 
 
 class RunEvidence:
-    """Every record of a run, read on first use and kept; reading raises RecordError for damaged files."""
+    """Every record of a run, read on first use and kept; reading raises RecordError for damaged files.
 
-    def __init__(self, reader: RunReader) -> None:
-        self.reader = reader
+    Attributes:
+        sealing: whether the run is to be sealed if it passes: then a seal that is gone does not fail it.
+    """
+
+    def __init__(self, reader: RunReader, sealing: bool = False) -> None:
+        self.reader, self.sealing = reader, sealing
 
     @functools.cached_property
     def plan(self) -> Plan:

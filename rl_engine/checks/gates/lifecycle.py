@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from rl_engine.checks.gates.evidence import Gate, RunEvidence
-from rl_engine.records.writer import TRANSITIONS
+from rl_engine.records import paths
+from rl_engine.records.writer import TRANSITIONS, torn_words
 
 Verdict = tuple[bool, str, str]
 
@@ -22,6 +23,11 @@ def _records(evidence: RunEvidence) -> Verdict:
         sum(1 for lines in evidence.reader.passes().values() for _ in lines),
     )
     assert evidence.plan and evidence.plan_digest
+    if torn := evidence.reader.torn():
+        name, (whole, _) = next(iter(torn.items()))
+        finished = "finished" in {state.name for state in evidence.states}
+        cut = f"nothing repairs a finished run; to cut it: truncate -s {whole} {evidence.reader.run_dir / name}"
+        return False, torn_words(torn), cut if finished else "finish it with `run --resume`, which cuts it off"
     return True, f"{len(files)} files, {sum(counts)} records", ""
 
 
@@ -41,8 +47,12 @@ def _state(evidence: RunEvidence) -> Verdict:
     if previous not in ("finished", "valid", "invalid", "sealed"):
         reason = evidence.states[-1].reason if evidence.states else None
         return False, f"{previous or 'nothing'}{f' ({reason})' if reason else ''}", "finish it with `run --resume`"
-    if "finished" not in {record.name for record in evidence.states}:
+    names = {record.name for record in evidence.states}
+    if "finished" not in names:
         return False, f"{previous}, never finished", "finish it with `run --resume`"
+    if "sealed" in names and not evidence.reader.sealed:
+        found = f"sealed once, and no {paths.COMPLETE}: the seal was taken away, or sealing was interrupted"
+        return evidence.sealing, found, "--seal seals it again; compare its root with the one that you kept"
     return True, "finished", ""
 
 

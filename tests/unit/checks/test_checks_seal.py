@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
-from rl_engine.checks import validate
+from rl_engine.checks import compare, validate
 from rl_engine.checks.seal import read_seal, verify_seal
 from rl_engine.records.errors import UserError
 from rl_engine.records.reader import RunReader
@@ -157,3 +158,65 @@ def test_json_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert validate.main(run, json_output=True) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["passed"] and body["validation"].endswith("validation-0000.json")
+
+
+# -- looking changes nothing
+
+
+def test_a_torn_tail_is_reported_and_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run-1")
+    for name in ("steps.jsonl", "state.jsonl", "events.jsonl", "passes/engine0.jsonl"):
+        with open(run / name, "ab") as file:
+            file.write(b'{"half a li')
+    before = snapshot(run)
+    for seal in (False, True):
+        assert validate.main(run, seal=seal) == 1
+        assert "[FAIL] records: found state.jsonl: 11 bytes after its last whole line" in capsys.readouterr().out
+    assert validate.run_validation(run)[0].status == "FAIL"
+    assert snapshot(run) == before
+
+
+@pytest.mark.parametrize("name", ["steps.jsonl", "events.jsonl", "state.jsonl", "passes/engine0.jsonl"])
+@pytest.mark.parametrize("size", [8 << 30, (1 << 20) + 4096])
+def test_a_sparse_file_is_refused_at_once_and_stays(tmp_path: Path, name: str, size: int) -> None:
+    """It took 8 s, and left 2 KB of 8 GiB."""
+    run = make_run(tmp_path / "run-1")
+    os.truncate(run / name, size)
+    begun = time.monotonic()
+    for seal in (False, True):
+        assert validate.main(run, seal=seal) == 1
+    with pytest.raises(UserError):
+        RunWriter.open(run)
+    with pytest.raises(UserError):
+        RunWriter.take_over(run)
+    assert time.monotonic() - begun < 2.0
+    assert (run / name).stat().st_size == size
+
+
+def test_a_seal_that_was_taken_away_fails_until_it_is_sealed_again(
+    sealed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run-1"
+    shutil.copytree(sealed, run)
+    root = read_seal(run).root
+    (run / "COMPLETE").unlink()
+    for _ in range(3):  # the first one's state `invalid` must not hide it from the next
+        assert validate.main(run) == 1
+        assert "[FAIL] state: found sealed once, and no COMPLETE" in capsys.readouterr().out
+    assert validate.main(run, seal=True) == 0
+    assert "sealed once, and no COMPLETE" in capsys.readouterr().out
+    assert validate.main(run) == 0 and read_seal(run).root != root
+
+
+def test_compare_names_a_broken_seal(sealed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run-1"
+    shutil.copytree(sealed, run)
+    assert compare.main(sealed, run) == 0 and "seal" not in capsys.readouterr().out
+    (run / "run.log").write_text("another story\n")
+    for name, pair in (("B", (sealed, run)), ("A", (run, sealed))):
+        assert compare.main(*pair) == 1
+        assert f"broken seal: {name}: run.log changed" in capsys.readouterr().out
+    assert compare.main(sealed, run, json_output=True) == 1
+    assert json.loads(capsys.readouterr().out)["seals"][0].startswith("B: run.log changed")
+    (run / "COMPLETE").unlink()
+    assert compare.main(sealed, run) == 1 and "B: sealed once, and no COMPLETE" in capsys.readouterr().out

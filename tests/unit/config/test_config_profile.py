@@ -87,3 +87,10 @@ def test_a_count_beyond_every_machine_is_refused():
     body["model"]["num_layers"] = 10**300
     with pytest.raises(UserError, match=r"model\.num_layers"):
         check_profile(body, "here")
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path):
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(BODY), encoding="utf-8-sig")
+    assert file.read_bytes()[:3] == b"\xef\xbb\xbf"
+    assert read_profile(file) == check_profile(BODY, "profile.json")

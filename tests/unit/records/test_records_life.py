@@ -32,7 +32,7 @@ from rl_engine.records.writer import RunWriter
 from tests.helpers.synthetic_run import make_batch, make_step
 run = Path(sys.argv[1])
 body = {"mode": "native"}
-writer = RunWriter.open(run) if run.exists() else RunWriter.create(run, body, canonical_digest(body))
+writer = RunWriter.open(run, repair=True) if run.exists() else RunWriter.create(run, body, canonical_digest(body))
 if writer.current_state == "running":
     writer.state("interrupted", "killed")
 writer.state("running")
@@ -74,7 +74,7 @@ def test_kills_lose_no_finished_step(tmp_path: Path) -> None:
         assert not is_live(run)
         finished = max([finished, *(int(line) for line in said if line.isdigit())])
         saved = max([saved, *(int(line.split()[1]) for line in said if line.startswith("checkpoint"))])
-        writer = RunWriter.open(run)
+        writer = RunWriter.open(run, repair=True)
         reader = RunReader(run)
         assert writer.next_step == len(reader.steps()) >= finished + 1, attempt
         logged = {line.step for lines in reader.passes().values() for line in lines}

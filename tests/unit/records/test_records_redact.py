@@ -8,7 +8,7 @@ import pytest
 
 from rl_engine.records.environment import collect_environment
 from rl_engine.records.reader import RunReader
-from rl_engine.records.redact import REDACTED, redact_text, redact_variables
+from rl_engine.records.redact import REDACTED, redact_text, redact_variables, secret_values
 from rl_engine.records.types import EnvironmentRecord
 from rl_engine.records.writer import RunWriter
 from tests.helpers.synthetic_run import make_run
@@ -64,8 +64,54 @@ def test_known_shapes(text: str, leak: str) -> None:
     assert leak not in redact_text(text) and REDACTED in redact_text(text)
 
 
+CREDENTIALS = [
+    ("connect to redis://:hunter2secret@cache:6379/0", "connect to redis://[redacted]@cache:6379/0"),
+    ("postgres://user:p@ss@db.example.org/x", "postgres://[redacted]@db.example.org/x"),
+    ("amqp://user:p@s@s@h", "amqp://[redacted]@h"),
+    ("https://user:pa/ss@host/x", "https://[redacted]@host/x"),
+    ("https://ghost@host/x", "https://[redacted]@host/x"),
+    ("two: a://:one@h, b://u:two@h", "two: a://[redacted]@h, b://[redacted]@h"),
+    ("could not log in as user:p@ss@host", "could not log in as [redacted]@host"),
+    ("proxy=user:secretword@proxy.local", "proxy=[redacted]@proxy.local"),
+    ("RAY_PW=hunter2secret DB_PASS='hunter2secret'", "RAY_PW=[redacted] DB_PASS='[redacted]'"),
+]
+
+
+@pytest.mark.parametrize(("text", "clean"), CREDENTIALS)
+def test_credentials_of_urls(text: str, clean: str) -> None:
+    assert redact_text(text) == clean
+
+
+SECRET_NAMES = [
+    "RAY_PW",
+    "RAY_REDIS_PW",
+    "DB_PWD",
+    "DB_PASS",
+    "PW",
+    "RAYPW",
+    "DBPASS",
+    "PASS",
+    "REDIS_DSN",
+    "MY_JWT",
+    "X_PW2",
+]
+
+
+@pytest.mark.parametrize("name", SECRET_NAMES)
+def test_names_of_secrets(name: str) -> None:
+    assert redact_variables({f"RAY_{name}": "hunter2secret"}) == {f"RAY_{name}": REDACTED}
+    assert secret_values({name: "hunter2secret"}) == ("hunter2secret",)
+
+
+@pytest.mark.parametrize("name", ["PWD", "OLDPWD", "TORCH_BYPASS", "PASSES", "OMP_NUM_THREADS", "RLK_RUN_FOLDER"])
+def test_names_of_no_secrets(name: str) -> None:
+    assert secret_values({name: "/home/user"}) == ()
+
+
 def test_plain_text_stays() -> None:
     for text in (
+        "see http://127.0.0.1:8265/x@y, https://host/a:b?c=1, git@github.com:org/repo.git, a@b.org at 12:30:05",
+        "image repo/name:1.2@sha256:0123456789abcdef, decode pass: 12.5345 ms, pip install git+https://host/x@main",
         "step 3: 512 tokens compared, 0 mismatches, tokens_per_s 81.5, /home/u/runs/token_ids.json",
         "tokens: 123456789, train_tokens_per_s=1234.5678, max_tokens=1048576, next_token: 49152000",
     ):

@@ -103,26 +103,30 @@ def test_steps_come_in_order_after_their_samples(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 10, 100])
-def test_open_removes_a_torn_line(tmp_path: Path, cut: int) -> None:
+def test_only_a_repair_removes_a_torn_line(tmp_path: Path, cut: int) -> None:
     run = make_run(tmp_path / "run")
     path = run / "steps.jsonl"
     path.write_bytes(path.read_bytes()[:-cut])
-    with pytest.raises(RecordError, match="without its end"):
-        RunReader(run).steps()
-    writer = RunWriter.open(run)
-    assert writer.next_step == 1
+    before = path.read_bytes()
+    assert [step.step for step in RunReader(run).steps()] == [0]
+    assert list(RunReader(run).torn()) == ["steps.jsonl"]
+    with pytest.raises(UserError, match=r"steps\.jsonl: [0-9]+ bytes after its last whole line"):
+        RunWriter.open(run)
+    assert path.read_bytes() == before
+    writer = RunWriter.open(run, repair=True)
+    assert writer.next_step == 1 and RunReader(run).torn() == {}
     assert RunReader(run).events()[-1].kind == "torn_line_removed"
 
 
-def test_open_removes_a_torn_line_of_a_log_of_passes(tmp_path: Path) -> None:
+def test_a_repair_removes_a_torn_line_of_a_log_of_passes(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     path, name = run / "passes/engine0.jsonl", (0, "engine0")
     whole = list(RunReader(run).passes()[name])
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(RecordError, match=r"passes/engine0\.jsonl: a last line without its end"):
-        list(RunReader(run).passes()[name])
-    RunWriter.open(run)
     assert list(RunReader(run).passes()[name]) == whole[:-1]
+    assert list(RunReader(run).torn()) == ["passes/engine0.jsonl"]
+    RunWriter.open(run, repair=True)
+    assert list(RunReader(run).passes()[name]) == whole[:-1] and RunReader(run).torn() == {}
     assert RunReader(run).events()[-1].fields["file"] == "passes/engine0.jsonl"
 
 

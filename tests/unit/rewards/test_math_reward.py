@@ -215,6 +215,32 @@ def test_a_child_that_never_comes_up_is_said(tmp_path: Path, monkeypatch: pytest
     assert slow.pid is None
 
 
+@pytest.mark.parametrize(("end", "words"), [("os.kill(os.getpid(), 9)", "signal 9"), ("os._exit(7)", "exit code 7")])
+def test_a_child_that_dies_on_its_way_up_is_no_missing_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, words: str
+) -> None:
+    """It was exit 2 with a hint to install math-verify; now one death costs nothing, and two end the run."""
+    dying = tmp_path / "dying.py"
+    count = f"open({str(tmp_path / 'count')!r}, 'a').write('x')"
+    dying.write_text(f"import os\n{count}\n{end}\n")
+    monkeypatch.setattr(checker, "_WORKER", dying)
+    with MathReward("number") as reward, pytest.raises(checker.CheckerUnavailable, match=words) as raised:
+        reward.reward(["7"], ["7"])
+    assert not raised.value.missing and (tmp_path / "count").read_text() == "xx"
+
+
+def test_one_death_on_the_way_up_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    once, real = tmp_path / "once.py", str(checker._WORKER)
+    died = tmp_path / "died"
+    once.write_text(
+        f"import os, runpy\nif not os.path.exists({str(died)!r}):\n    open({str(died)!r}, 'w')\n"
+        f"    os.kill(os.getpid(), 9)\nrunpy.run_path({real!r}, run_name='__main__')\n"
+    )
+    monkeypatch.setattr(checker, "_WORKER", once)
+    with MathReward("number") as reward:
+        assert reward.reward(["7"], ["7"])[0].value == 1.0
+
+
 def test_names_and_lengths(arithmetic: MathReward) -> None:
     assert (reward_name("arithmetic"), reward_name("jsonl")) == ("arithmetic", "math")
     with pytest.raises(UserError, match="arithmetic or math"):
