@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from rl_engine.ops.adamw import AdamScalars
-from rl_engine.ops.attention.static import DecodeBatch, attend
+from rl_engine.ops.attention.paged import PagedBatch
+from rl_engine.ops.attention.static import DecodeBatch
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.rope import FusedRope, RopeTable
 from rl_engine.ops.sample import DrawKey
@@ -292,10 +293,26 @@ class Operators:
 
     def attention_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Any, layer: int, batch: DecodeBatch) -> Tensor:
         """As ``attention_cached``; a graph that captured it may be replayed with other positions, slots and tables."""
-        provider = self._use("attention", q)
-        if self.names["attention"] in GPU:
-            return attend(provider, q, k, v, cache, layer, batch)
-        return provider.cached(q, k, v, cache, layer, batch)
+        return self._use("attention", q).cached(q, k, v, cache, layer, batch)
+
+    def attention_over_pages(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: PagedBatch,
+        *,
+        settled: bool = False,
+    ) -> Tensor:
+        """As ``attention_cached`` over pages that somebody else owns; see ``AttentionProvider.over_pages``."""
+        return self._use("attention", q).over_pages(q, k, v, k_pages, v_pages, batch, settled=settled)
+
+    def paired_pages(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """(k_pages, v_pages): views of one tensor of keys and values, see ``AttentionProvider.paired_pages``."""
+        found: tuple[Tensor, Tensor] = self._providers["attention"].paired_pages(pages)
+        return found
 
     def new_cache(
         self, layers: int, kv_heads: int, width: int, pages: int, page: int, device: torch.device = CPU
@@ -310,9 +327,9 @@ class Operators:
         return self._use("lm_head", hidden).logits(hidden, weight)
 
     def logp_from_logits(
-        self, z: Tensor, targets: Tensor, temperature: float, mask: Tensor | None
+        self, z: Tensor, targets: Tensor, temperature: float, mask: Tensor | None, waits: bool = True
     ) -> tuple[Tensor, Tensor]:
-        return self._use("selected_logp", z).from_logits(z, targets, temperature, mask)
+        return self._use("selected_logp", z).from_logits(z, targets, temperature, mask, waits)
 
     def score(
         self,
@@ -344,7 +361,14 @@ class Operators:
         return self._use("grad_norm", grads[0]).bins(*grads)
 
     def adamw(
-        self, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, weight: Tensor, clip: float, scalars: AdamScalars
+        self,
+        master: Tensor,
+        m: Tensor,
+        v: Tensor,
+        grad: Tensor,
+        weight: Tensor | None,
+        clip: float,
+        scalars: AdamScalars,
     ) -> Tensor:
         with torch.no_grad():
             return self._use("adamw", grad).update(master, m, v, grad, weight, clip, scalars)
