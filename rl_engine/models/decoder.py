@@ -111,6 +111,7 @@ class Decoder:
 
     Raises:
         WrongDevice: a provider does not compute where the weights lie.
+        WrongShape: the attention provider has no kernel for the model's heads.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Decoder:
         self.ops = operators
         self.device = weights.device
         operators.check_device(self.device)
+        operators.check_head(self.config.head_dim)
         alone = mesh is None or mesh.size == 1
         self.place = (
             OneRank(operators, weights.sharding, waits)

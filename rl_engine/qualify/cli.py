@@ -56,6 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from rl_engine.models.config import UnsupportedModel, parse_config, read_config
     from rl_engine.numerics.contract import Contract
+    from rl_engine.numerics.providers import CAPABILITIES, capabilities
     from rl_engine.ops import library, uniform
     from rl_engine.qualify.proof import prove
     from rl_engine.qualify.status import remember
@@ -68,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError("no GPU that torch sees", "a GPU for --provider gpu", "leave the flag out here")
     threads = arguments.threads or os.cpu_count() or 1
     torch.set_num_threads(threads)
-    if name == "cpu":
+    if name in CAPABILITIES and capabilities(name).compiled:
         library.set_threads(threads)
     try:
         config = read_config(arguments.model_root) if arguments.model_root else parse_config(DEMO_SHAPE)
@@ -79,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(str(error), "a Llama or Qwen3 checkpoint", "check --model-root") from error
     if name == "gpu":
         return _gpu(config, _sizes(config, arguments.tp or ()), again=arguments.again, as_json=arguments.json)
-    contract = Contract(gemm="chain" if name == "cpu" else "chain256")
+    contract = Contract(gemm=capabilities(name).gemm)
     result = prove(config, [uniform(name)], contract)
     remember(contract.id, result.digest, len(result.failed))
     if arguments.json:

@@ -36,6 +36,9 @@ def stock_linear(x: Tensor, weight: Weight) -> Tensor:
 
 
 class StockLinear:
+    def pack(self, weight: Weight, *, drop_value: bool = False) -> None:
+        prepack(weight, drop_value=drop_value)
+
     def __call__(
         self, x: Tensor, weight: Weight, residual: Tensor | None = None, layout: PackedLayout | None = None
     ) -> Tensor:
