@@ -151,7 +151,7 @@ CAPABILITIES: dict[str, Capabilities] = {
 # backend -> who computes there by default: for each operator the first that has it
 DEFAULTS: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("cublaslt", "triton"), "rocm": ("triton",)}
 WITHOUT_COMPILER = ("torch",)  # on a CPU that has no C compiler
-CONTROL = "stock"
+CONTROL, JUDGE = "stock", "reference"
 
 
 def capabilities(name: str) -> Capabilities:
@@ -174,6 +174,12 @@ def defaults(backend: str, compiler: bool = True) -> dict[str, str]:
 def control(ours: dict[str, str]) -> dict[str, str]:
     """The same with torch's own operators wherever it has one; a sampler and an optimizer it has not."""
     return {operator: CONTROL if CONTROL in REGISTRY[operator] else name for operator, name in ours.items()}
+
+
+def judged() -> tuple[str, ...]:
+    """Providers that are held against the reference where a run starts; the others make no promise, or are proven apart
+    from runs."""
+    return tuple(n for n, able in CAPABILITIES.items() if able.contract and not able.proven_apart and n != JUDGE)
 
 
 def is_stock(name: str) -> bool:
