@@ -11,6 +11,7 @@ from rl_engine.config.paths import PLACEHOLDER, REPOSITORY, bundled
 from rl_engine.config.plan import Plan
 from rl_engine.config.profile import BUNDLED, REFERENCE
 from rl_engine.config.resolve import ResolvedPlan
+from rl_engine.numerics.providers import any_stock, is_stock
 from rl_engine.records.errors import UserError
 from rl_engine.records.sources import FOLDERS, lies_in_sources
 
@@ -72,7 +73,7 @@ def _refuse_groups(resolved: Sequence[ResolvedPlan]) -> None:
                 "rollout CP 1: this version's built-in engines cut rollouts by TP only",
                 "--rollout-cp 1",
             )
-        stock = "stock" in {name for side in (plan.providers.train, plan.providers.rollout) for _, name in side}
+        stock = any_stock(name for side in (plan.providers.train, plan.providers.rollout) for _, name in side)
         ranks = max(shape.train_tp * shape.train_cp, shape.rollout_tp)
         if plan.contract_id.endswith("-chain256") and ranks > 1:
             raise UserError(
@@ -93,7 +94,7 @@ def _refuse_mixed_heads(resolved: Sequence[ResolvedPlan]) -> None:
     for item in resolved:
         sides = {"train": dict(item.plan.providers.train), "rollout": dict(item.plan.providers.rollout)}
         for side, operator in (("train", "lm_head"), ("rollout", "lm_head"), ("train", "selected_logp")):
-            if item.plan.mode == "consistency" and sides[side].get(operator) == "stock":
+            if item.plan.mode == "consistency" and is_stock(sides[side].get(operator, "")):
                 raise UserError(
                     f"--native {operator}@{side}",
                     "the contract's own head on both sides and its logprob on the trainer's",

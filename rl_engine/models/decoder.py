@@ -104,11 +104,14 @@ class Decoder:
         positions: longest sample that will be seen (rows of the rotary table).
         mesh: the ranks that compute together; one by default.
         local_sums: under CP, gradients are summed per rank and folded once a step (see ``Sharded.fold_gradients``).
+        waits: the host may wait for the device. Without it a forward pass and what refuses a drawn token can be
+            captured by an engine that replays them: the device asserts what is a Python error otherwise.
 
     Ids, positions and layouts may be made on a CPU; they are sent to the weights' device.
 
     Raises:
         WrongDevice: a provider does not compute where the weights lie.
+        WrongShape: the attention provider has no kernel for the model's heads.
     """
 
     def __init__(
@@ -118,15 +121,19 @@ class Decoder:
         positions: int,
         mesh: Mesh | None = None,
         local_sums: bool = False,
+        waits: bool = True,
     ) -> None:
         self.config: ModelConfig = weights.config
         self.weights = weights
         self.ops = operators
         self.device = weights.device
         operators.check_device(self.device)
+        operators.check_head(self.config.head_dim)
         alone = mesh is None or mesh.size == 1
         self.place = (
-            OneRank(operators, weights.sharding) if alone else Sharded(operators, weights.sharding, mesh, local_sums)
+            OneRank(operators, weights.sharding, waits)
+            if alone
+            else Sharded(operators, weights.sharding, mesh, local_sums, waits)
         )
         self.table = RopeTable.build(self.config.inverse_frequencies(), positions).to(self.device)
         self.layers = [_layer_weights(weights, i, self.config.qk_norm) for i in range(self.config.layers)]

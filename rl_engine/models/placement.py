@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rl_engine.models.sharding import Sharding
 from rl_engine.ops import Operators
+from rl_engine.ops.device_checks import demand
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.rope import RopeTable
 from rl_engine.ops.sample import DrawKey
@@ -19,22 +20,31 @@ class NonFiniteLogits(ArithmeticError):
     """A logit is NaN: no token can be drawn."""
 
 
-def refuse_nan(tokens: Tensor) -> Tensor:
+def refuse_nan(tokens: Tensor, waits: bool = True) -> Tensor:
     """The drawn tokens.
 
+    Args:
+        waits: the host waits for the answer; without it the device asserts it (``device_checks.demand``).
+
     Raises:
-        NonFiniteLogits: a sampler found a NaN (token -1).
+        NonFiniteLogits: a sampler found a NaN (token -1), where the host waits.
     """
-    if bool((tokens < 0).any()):
-        raise NonFiniteLogits("a logit is NaN, so no token can be drawn; look at the weights and the last update")
+    message = "a logit is NaN, so no token can be drawn; look at the weights and the last update"
+    if not waits:
+        demand((tokens >= 0).all(), message)
+    elif bool((tokens < 0).any()):
+        raise NonFiniteLogits(message)
     return tokens
 
 
 class OneRank:
-    """What ``Sharded`` does with groups of ranks, done by one."""
+    """What ``Sharded`` does with groups of ranks, done by one.
 
-    def __init__(self, ops: Operators, sharding: Sharding) -> None:
-        self.ops, self.sharding = ops, sharding
+    ``waits``: the host may wait for the device to refuse a token; without it the device asserts what it must refuse.
+    """
+
+    def __init__(self, ops: Operators, sharding: Sharding, waits: bool = True) -> None:
+        self.ops, self.sharding, self.waits = ops, sharding, waits
 
     def own_tokens(self, layout: PackedLayout) -> Tensor:
         """int64: places of this rank's tokens in the joined row."""
@@ -107,8 +117,8 @@ class OneRank:
         z = self.ops.logits(hidden, weight)
         inv_t = inverse_temperature(temperature)
         mask = retained_mask(z, inv_t, top_k, top_p)
-        tokens = refuse_nan(self.ops.draw(z, inv_t, mask, keys))
-        logprobs, _ = self.ops.logp_from_logits(z, tokens, temperature, mask)
+        tokens = refuse_nan(self.ops.draw(z, inv_t, mask, keys), self.waits)
+        logprobs, _ = self.ops.logp_from_logits(z, tokens, temperature, mask, self.waits)
         return tokens, logprobs, mask
 
     def draw_words(self, hidden: Tensor, weight: Weight, temperature: float, words: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,4 +128,4 @@ class OneRank:
 
     def raw_logprobs(self, hidden: Tensor, weight: Weight, tokens: Tensor) -> Tensor:
         """fp32: log-probability of ``tokens`` at temperature 1 over the whole vocabulary."""
-        return self.ops.logp_from_logits(self.ops.logits(hidden, weight), tokens, 1.0, None)[0]
+        return self.ops.logp_from_logits(self.ops.logits(hidden, weight), tokens, 1.0, None, self.waits)[0]

@@ -28,6 +28,7 @@ from rl_engine.models.sharded_functions import (
 from rl_engine.models.sharding import Sharding
 from rl_engine.models.weights import in_hf_order
 from rl_engine.ops import Operators
+from rl_engine.ops.device_checks import demand
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.rope import RopeTable
 from rl_engine.ops.sample import DrawKey
@@ -38,10 +39,16 @@ from rl_engine.parallel import ContextLayout, Mesh, bounds
 
 
 class Sharded:
-    """The operators of one rank of a TP x CP mesh."""
+    """The operators of one rank of a TP x CP mesh.
 
-    def __init__(self, ops: Operators, sharding: Sharding, mesh: Mesh, local_sums: bool = False) -> None:
-        self.ops, self.sharding, self.mesh = ops, sharding, mesh
+    ``waits``: the host may wait for the device, to refuse a token and to exchange no more rows than needed; without it
+    the device asserts what it must refuse, and exchanges have fixed sizes.
+    """
+
+    def __init__(
+        self, ops: Operators, sharding: Sharding, mesh: Mesh, local_sums: bool = False, waits: bool = True
+    ) -> None:
+        self.ops, self.sharding, self.mesh, self.waits = ops, sharding, mesh, waits
         # Under CP with local sums a rank adds up its own tokens only, over the whole step; see fold_gradients.
         self.local_sums = local_sums and mesh.cp.size > 1
         self.tp, self.cp = mesh.tp, mesh.cp
@@ -151,6 +158,8 @@ class Sharded:
     def lookup(self, ids: Tensor, weight: Weight) -> Tensor:
         self.ops.count("embedding", ids)
         last = [self.sharding.vocabulary(rank)[1] for rank in range(self.tp.size)]
+        if not self.waits:
+            return self._lookup_of_fixed_size(ids, weight, last)
         owner = torch.bucketize(ids, torch.tensor(last, device=ids.device), right=True)
         order = torch.sort(owner.masked_fill(ids < 0, self.tp.size), stable=True)
         counts = torch.bincount(order.values, minlength=self.tp.size + 1).tolist()
@@ -162,6 +171,18 @@ class Sharded:
         out = torch.empty(ids.numel(), width, dtype=torch.bfloat16, device=ids.device)
         for place, part in zip(places, parts, strict=True):
             out[place] = part
+        return out
+
+    def _lookup_of_fixed_size(self, ids: Tensor, weight: Weight, last: list[int]) -> Tensor:
+        """Every rank sends a row for each token, its own or another; who owns the token decides which one counts. The
+        same bytes as ``lookup``, TP times as many on the way, and no size that depends on ``ids``."""
+        demand(((ids >= 0) & (ids < last[-1])).all(), "a token id lies outside the vocabulary")
+        first, end = self.sharding.vocabulary(self.tp.index)
+        mine = weight.value[(ids - first).clamp(0, end - first - 1)]
+        parts = self.tp.all_gather(mine.detach(), purpose="embedding")
+        out = parts[-1]
+        for rank in reversed(range(self.tp.size - 1)):
+            out = torch.where((ids < last[rank])[:, None], parts[rank], out)
         return out
 
     def keep_lookups(self, ids: Tensor, dy: Tensor, weight: Weight, layout: PackedLayout) -> None:
@@ -315,7 +336,7 @@ class Sharded:
         best = scores.max(0).values
         for rank in reversed(range(self.tp.size)):  # ties to the lowest id, which is the lowest rank's
             chosen = torch.where(scores[rank] == best, tokens[rank], chosen)
-        refuse_nan(tokens.min(0).values if bool(scores.isnan().any()) else chosen)
+        refuse_nan(torch.where(scores.isnan().any(), tokens.min(0).values, chosen), self.waits)
         return chosen, self._logp_of(z, first, chosen, inv_t, mask), mask
 
     def raw_logprobs(self, hidden: Tensor, weight: Weight, tokens: Tensor) -> Tensor:
@@ -326,7 +347,7 @@ class Sharded:
         """fp32 [R] from own logits z of columns ``first`` ..., all ranks' states merged."""
         self.ops.count("selected_logp", z)
         logp, vocabulary = self.ops.provider("selected_logp"), self.sharding.config.vocabulary
-        check_targets(tokens, vocabulary, mask)
+        check_targets(tokens, vocabulary, mask, self.waits)
         states, zs = [], torch.zeros(z.shape[0], device=z.device)
         for a, b in self.sharding.groups(self.tp.index):
             state = LogpState.empty(z.shape[0], z.device)

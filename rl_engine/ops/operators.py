@@ -13,99 +13,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from rl_engine.numerics.providers import CAPABILITIES, FUSED, REGISTRY, capabilities, control, defaults
 from rl_engine.ops.adamw import AdamScalars
-from rl_engine.ops.attention.static import DecodeBatch, attend
+from rl_engine.ops.attention.paged import PagedBatch
+from rl_engine.ops.attention.static import DecodeBatch
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.rope import FusedRope, RopeTable
 from rl_engine.ops.sample import DrawKey
 from rl_engine.ops.selected_logp import LogpState, inverse_temperature
 from rl_engine.ops.weight import CPU, Weight
 
-# operator -> provider name -> (module, class)
-REGISTRY: dict[str, dict[str, tuple[str, str]]] = {
-    "embedding": {
-        "reference": ("embedding.reference", "ReferenceEmbedding"),
-        "cpu": ("embedding.cpu", "CpuEmbedding"),
-        "torch": ("embedding.reference", "ReferenceEmbedding"),
-        "stock": ("embedding.stock", "StockEmbedding"),
-        "triton": ("embedding.triton", "TritonEmbedding"),
-    },
-    "linear": {
-        "reference": ("linear.reference", "ReferenceLinear"),
-        "cpu": ("linear.cpu", "CpuLinear"),
-        "torch": ("linear.reference", "FallbackLinear"),
-        "stock": ("linear.stock", "StockLinear"),
-        "triton": ("linear.triton", "TritonLinear"),
-        "cublaslt": ("linear.cublaslt", "LtLinear"),
-    },
-    "rms_norm": {
-        "reference": ("rms_norm.reference", "ReferenceNorm"),
-        "cpu": ("rms_norm.cpu", "CpuNorm"),
-        "torch": ("rms_norm.reference", "ReferenceNorm"),
-        "stock": ("rms_norm.stock", "StockNorm"),
-        "triton": ("rms_norm.triton", "TritonNorm"),
-    },
-    "rope": {
-        "reference": ("rope.reference", "ReferenceRope"),
-        "cpu": ("rope.cpu", "CpuRope"),
-        "torch": ("rope.reference", "ReferenceRope"),
-        "stock": ("rope.stock", "StockRope"),
-        "triton": ("rope.triton", "TritonRope"),
-    },
-    "attention": {
-        "reference": ("attention.reference", "ReferenceAttention"),
-        "cpu": ("attention.cpu", "CpuAttention"),
-        "torch": ("attention.reference", "FallbackAttention"),
-        "stock": ("attention.stock", "StockAttention"),
-        "triton": ("attention.triton", "TritonAttention"),
-    },
-    "swiglu": {
-        "reference": ("swiglu.reference", "ReferenceSwiglu"),
-        "cpu": ("swiglu.cpu", "CpuSwiglu"),
-        "torch": ("swiglu.reference", "ReferenceSwiglu"),
-        "stock": ("swiglu.stock", "StockSwiglu"),
-        "triton": ("swiglu.triton", "TritonSwiglu"),
-    },
-    "lm_head": {
-        "reference": ("lm_head.reference", "ReferenceHead"),
-        "cpu": ("lm_head.cpu", "CpuHead"),
-        "torch": ("lm_head.reference", "FallbackHead"),
-        "stock": ("lm_head.stock", "StockHead"),
-        "triton": ("lm_head.triton", "TritonHead"),
-        "cublaslt": ("lm_head.cublaslt", "LtHead"),
-    },
-    "selected_logp": {
-        "reference": ("selected_logp.reference", "ReferenceLogp"),
-        "cpu": ("selected_logp.cpu", "CpuLogp"),
-        "torch": ("selected_logp.reference", "ReferenceLogp"),
-        "stock": ("selected_logp.stock", "StockLogp"),
-        "triton": ("selected_logp.triton", "TritonLogp"),
-    },
-    "sample": {
-        "reference": ("sample.reference", "ReferenceSample"),
-        "cpu": ("sample.cpu", "CpuSample"),
-        "torch": ("sample.reference", "ReferenceSample"),
-        "triton": ("sample.triton", "TritonSample"),
-    },
-    "adamw": {
-        "reference": ("adamw.reference", "ReferenceAdam"),
-        "cpu": ("adamw.cpu", "CpuAdam"),
-        "torch": ("adamw.reference", "ReferenceAdam"),
-        "triton": ("adamw.triton", "TritonAdam"),
-    },
-    "grad_norm": {
-        "reference": ("grad_norm.reference", "ReferenceNormBins"),
-        "cpu": ("grad_norm.cpu", "CpuNormBins"),
-        "torch": ("grad_norm.reference", "ReferenceNormBins"),
-        "triton": ("grad_norm.triton", "TritonNormBins"),
-    },
-}
-GPU = ("triton", "cublaslt")  # providers that need Triton and a GPU
-ANYWHERE = ("stock",)  # torch's own, on whatever device torch has; all others compute on a CPU
-REGISTRY["qk_norm"] = REGISTRY["rms_norm"]
 OPERATORS = tuple(sorted(REGISTRY))
-# What one provider of several operators does in one call, counted under its own name -> those operators
-FUSED = {"qk_norm_rope": ("qk_norm", "rope")}
 
 
 class UnknownProvider(ValueError):
@@ -114,6 +32,13 @@ class UnknownProvider(ValueError):
 
 class WrongDevice(ValueError):
     """A provider that cannot compute where the weights lie."""
+
+
+class WrongShape(ValueError):
+    """A provider that has no kernel for the model's shape."""
+
+
+DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}  # torch's device types in words
 
 
 def provider(operator: str, name: str) -> Any:
@@ -133,9 +58,10 @@ def uniform(name: str, update: str | None = None) -> dict[str, str]:
     ``gpu`` is the set of an NVIDIA GPU: products by the proven table (``cublaslt``), everything else in Triton.
     """
     if name == "gpu":
-        return {op: "cublaslt" if "cublaslt" in REGISTRY[op] else "triton" for op in OPERATORS}
-    own = {"sample", "adamw", "grad_norm"}
-    return {op: (update or "cpu") if name == "stock" and op in own else name for op in OPERATORS}
+        return defaults("cuda")
+    if name in CAPABILITIES and not capabilities(name).contract:
+        return control(dict.fromkeys(OPERATORS, update or "cpu"))
+    return dict.fromkeys(OPERATORS, name)
 
 
 @functools.cache
@@ -186,9 +112,26 @@ class Operators:
             WrongDevice: a provider computes on another kind of device.
         """
         for operator, name in sorted(self.names.items()):
-            if name not in ANYWHERE and (name in GPU) != (device.type == "cuda"):
-                where = "a GPU" if name in GPU else "a CPU"
+            devices = capabilities(name).devices
+            if devices and device.type not in devices:
+                where = " or ".join(DEVICES.get(kind, kind) for kind in devices)
                 raise WrongDevice(f"provider {name} of {operator} computes on {where}, the weights lie on {device}")
+
+    def check_head(self, width: int) -> None:
+        """
+        Raises:
+            WrongShape: the attention provider has no kernel for heads of ``width``.
+        """
+        name = self.names["attention"]
+        known = capabilities(name).head_dims
+        if known and width not in known:
+            words = ", ".join(str(each) for each in known)
+            raise WrongShape(f"the {name} attention provider knows head_dim {words}, not {width}")
+
+    @property
+    def captures(self) -> bool:
+        """Whether a decode pass of all these providers can be captured as a device graph."""
+        return all(capabilities(name).captures for name in self.names.values())
 
     def count(self, operator: str, x: Tensor) -> None:
         """Counts one call of ``operator`` on the rows of ``x``."""
@@ -239,12 +182,11 @@ class Operators:
         ]
 
     def pack(self, weights: list[Weight], *, drop_value: bool) -> None:
-        """Prepares 2-D weights for decoding where the linear provider reads packed panels."""
-        if self.names["linear"] == "cpu" and self.names["lm_head"] == "cpu":
-            from rl_engine.ops import cpu_gemm
-
+        """Prepares 2-D weights for decoding where linear and head read weights packed in one layout."""
+        layouts = {capabilities(self.names[operator]).packing for operator in ("linear", "lm_head")}
+        if len(layouts) == 1 and "" not in layouts:
             for weight in weights:
-                cpu_gemm.pack(weight, drop_value=drop_value)
+                self._providers["linear"].pack(weight, drop_value=drop_value)
 
     def embedding(self, ids: Tensor, weight: Weight) -> Tensor:
         return self._use("embedding", ids)(ids, weight)
@@ -262,16 +204,8 @@ class Operators:
         return self._use("linear", x).forward(x, weight, residual)
 
     def add_weight_rows(self, dy: Tensor, x: Tensor, layout: PackedLayout, grad: Tensor) -> None:
-        """The linear provider's ``add_weight_gradient`` of any rows of dW, as a CP rank has them: grad fp32 [rows, K].
-
-        A proven table names the rows of TP ranks alone.
-        """
-        if self.names["linear"] == "cublaslt":
-            from rl_engine.ops.linear.slices import add_rows
-
-            add_rows(dy, x, layout, grad)
-        else:
-            self._providers["linear"].add_weight_gradient(dy, x, layout, grad)
+        """The linear provider's rows of dW, whichever a CP rank has: grad fp32 [rows, K]."""
+        self._providers["linear"].add_weight_rows(dy, x, layout, grad)
 
     def rms_norm(self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None = None) -> Tensor:
         return self._use("rms_norm", x)(x, weight, eps, layout)
@@ -314,10 +248,26 @@ class Operators:
 
     def attention_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Any, layer: int, batch: DecodeBatch) -> Tensor:
         """As ``attention_cached``; a graph that captured it may be replayed with other positions, slots and tables."""
-        provider = self._use("attention", q)
-        if self.names["attention"] in GPU:
-            return attend(provider, q, k, v, cache, layer, batch)
-        return provider.cached(q, k, v, cache, layer, batch)
+        return self._use("attention", q).cached(q, k, v, cache, layer, batch)
+
+    def attention_over_pages(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: PagedBatch,
+        *,
+        settled: bool = False,
+    ) -> Tensor:
+        """As ``attention_cached`` over pages that somebody else owns; see ``AttentionProvider.over_pages``."""
+        return self._use("attention", q).over_pages(q, k, v, k_pages, v_pages, batch, settled=settled)
+
+    def paired_pages(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """(k_pages, v_pages): views of one tensor of keys and values, see ``AttentionProvider.paired_pages``."""
+        found: tuple[Tensor, Tensor] = self._providers["attention"].paired_pages(pages)
+        return found
 
     def new_cache(
         self, layers: int, kv_heads: int, width: int, pages: int, page: int, device: torch.device = CPU
@@ -332,9 +282,9 @@ class Operators:
         return self._use("lm_head", hidden).logits(hidden, weight)
 
     def logp_from_logits(
-        self, z: Tensor, targets: Tensor, temperature: float, mask: Tensor | None
+        self, z: Tensor, targets: Tensor, temperature: float, mask: Tensor | None, waits: bool = True
     ) -> tuple[Tensor, Tensor]:
-        return self._use("selected_logp", z).from_logits(z, targets, temperature, mask)
+        return self._use("selected_logp", z).from_logits(z, targets, temperature, mask, waits)
 
     def score(
         self,
@@ -366,7 +316,14 @@ class Operators:
         return self._use("grad_norm", grads[0]).bins(*grads)
 
     def adamw(
-        self, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, weight: Tensor, clip: float, scalars: AdamScalars
+        self,
+        master: Tensor,
+        m: Tensor,
+        v: Tensor,
+        grad: Tensor,
+        weight: Tensor | None,
+        clip: float,
+        scalars: AdamScalars,
     ) -> Tensor:
         with torch.no_grad():
             return self._use("adamw", grad).update(master, m, v, grad, weight, clip, scalars)

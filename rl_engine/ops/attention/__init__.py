@@ -58,8 +58,37 @@ class AttentionProvider:
         raise AssertionError("a provider defines backward_runs")
 
     def cached(self, q: Tensor, k: Tensor, v: Tensor, cache: PagedCache, layer: int, batch: PagedBatch) -> Tensor:
-        """Stores k, v into the cache, then attends every query of the batch to all of its sample so far."""
-        raise AssertionError("a provider defines cached")
+        """As :meth:`over_pages` on the pages of one layer of ``cache``, whose old keys were there before this pass."""
+        return self.over_pages(q, k, v, cache.k[layer], cache.v[layer], batch, settled=True)
+
+    def over_pages(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: PagedBatch,
+        *,
+        settled: bool = False,
+    ) -> Tensor:
+        """Stores k, v [T, kv_heads, D] into given pages, then attends every query of the batch to all of its sample so
+        far: bf16 [T, heads, D], +0 in rows that belong to no sample.
+
+        Args:
+            k_pages: bf16, as :meth:`paired_pages` or the provider's cache has them; ``v_pages`` [pages, kv_heads, page,
+                D] likewise. A new key whose slot is negative is stored nowhere; a sample may have no query.
+            settled: no key before the first new one of its sample is written in this pass, and what wrote them was over
+                before k and v were stored. Then a GPU may fetch them early. Say False where a page can be shared with
+                a sample that fills it in the same pass.
+        """
+        raise AssertionError("a provider defines over_pages")
+
+    def paired_pages(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """(k_pages, v_pages) of one tensor bf16 [2 B, kv_heads, page, D] in which page b's keys lie at 2 b and its
+        values at 2 b + 1: views to be read with ``PagedBatch.doubled``. What lies inside a page of keys is the
+        provider's own layout."""
+        raise AssertionError("a provider defines paired_pages")
 
     def new_cache(
         self, layers: int, kv_heads: int, width: int, pages: int, page: int, device: torch.device

@@ -35,6 +35,15 @@ class LinearProvider:
         """grad fp32 [N, K] += one chain per fold unit of dy bf16 [T, N] and x bf16 [T, K]."""
         raise AssertionError("a provider defines add_weight_gradient")
 
+    def add_weight_rows(self, dy: Tensor, x: Tensor, layout: PackedLayout, grad: Tensor) -> None:
+        """As :meth:`add_weight_gradient` of any rows of dW: grad fp32 [rows, K]."""
+        self.add_weight_gradient(dy, x, layout, grad)
+
+    def pack(self, weight: Weight, *, drop_value: bool = False) -> None:
+        """Packs ``weight`` in this provider's layout (``Capabilities.packing``); with ``drop_value`` that alone is
+        left."""
+        raise AssertionError("a provider that reads packed weights packs them")
+
     def __call__(
         self, x: Tensor, weight: Weight, residual: Tensor | None = None, layout: PackedLayout | None = None
     ) -> Tensor:

@@ -23,6 +23,12 @@ class LtLinear(TritonLinear):
     def add_weight_gradient(self, dy: Tensor, x: Tensor, layout: PackedLayout, grad: Tensor) -> None:
         add_units(dy, x, tuple(layout.unit_bounds), grad)
 
+    def add_weight_rows(self, dy: Tensor, x: Tensor, layout: PackedLayout, grad: Tensor) -> None:
+        """A proven table names the rows of TP ranks alone."""
+        from rl_engine.ops.linear.slices import add_rows
+
+        add_rows(dy, x, layout, grad)
+
 
 def add_units(
     dy: Tensor, x: Tensor, bounds: triton_gemm.Bounds, grad: Tensor, *, near: bool = False, empty: bool = False

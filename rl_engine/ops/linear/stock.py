@@ -21,6 +21,7 @@ def prepack(weight: Weight, *, drop_value: bool = False) -> None:
     here = weight.value.device.type == "cpu" and torch.backends.mkldnn.is_available()
     if here and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         weight.packed = torch.ops.mkldnn._reorder_linear_weight(weight.value.detach(), ROWS)
+        weight.stale = False
         if drop_value:
             weight.value = weight.value.new_empty(0)
 
@@ -29,10 +30,15 @@ def stock_linear(x: Tensor, weight: Weight) -> Tensor:
     """bf16 [T, out] of x bf16 [T, in], through the prepacked copy where there is one."""
     if weight.packed is None or torch.is_grad_enabled():
         return functional.linear(x, weight.value)
+    if weight.stale:
+        prepack(weight)
     return torch.ops.mkldnn._linear_pointwise(x, weight.packed, None, "none", [], "")
 
 
 class StockLinear:
+    def pack(self, weight: Weight, *, drop_value: bool = False) -> None:
+        prepack(weight, drop_value=drop_value)
+
     def __call__(
         self, x: Tensor, weight: Weight, residual: Tensor | None = None, layout: PackedLayout | None = None
     ) -> Tensor:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_engine.ops.device_checks import demand
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.lm_head import HeadProvider
 from rl_engine.ops.selected_logp.vocabulary import groups
@@ -50,14 +51,32 @@ def kept_logits(space: Tensor, rows: int) -> list[Tensor]:
     return views
 
 
-def check_targets(targets: Tensor, vocabulary: int, mask: Tensor | None) -> None:
-    """Raises ValueError where a target is no column, or lies outside its retained set."""
+def check_targets(targets: Tensor, vocabulary: int, mask: Tensor | None, waits: bool = True) -> None:
+    """Refuses a target that is no column, or lies outside its retained set.
+
+    Args:
+        waits: the host waits for the answer; without it the device asserts it (``device_checks.demand``).
+
+    Raises:
+        ValueError: where the host waits.
+    """
+    if not waits:
+        _demand_targets(targets, vocabulary, mask)
+        return
     if targets.numel() and not (int(targets.min()) >= 0 and int(targets.max()) < vocabulary):
         raise ValueError(f"a target lies outside the vocabulary of {vocabulary}")
     if mask is not None:
         inside = (mask[torch.arange(targets.numel(), device=targets.device), targets // 8].long() >> (targets % 8)) & 1
         if not bool(inside.all()):
             raise ValueError(f"target of row {int(inside.argmin())} lies outside its retained set")
+
+
+def _demand_targets(targets: Tensor, vocabulary: int, mask: Tensor | None) -> None:
+    exists = (targets >= 0) & (targets < vocabulary)
+    demand(exists.all(), f"a target lies outside the vocabulary of {vocabulary}")
+    if mask is not None:
+        byte = mask.gather(1, (targets.clamp(0, vocabulary - 1) // 8)[:, None])[:, 0]
+        demand((((byte.long() >> (targets % 8)) & 1) == 1).all(), "a target lies outside its retained set")
 
 
 @dataclasses.dataclass
@@ -143,9 +162,11 @@ class LogpProvider:
         z = head.logits(hidden, weight, columns) if z is None else z
         return self.logits_gradient(z, columns[0], inv_t, mask, targets, state, c)
 
-    def from_logits(self, z: Tensor, targets: Tensor, temperature: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(logp, entropy) fp32 [T] from all logits z fp32 [T, V]."""
-        check_targets(targets, z.shape[1], mask)
+    def from_logits(
+        self, z: Tensor, targets: Tensor, temperature: float, mask: Tensor | None, waits: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """(logp, entropy) fp32 [T] from all logits z fp32 [T, V]; ``waits`` as in :func:`check_targets`."""
+        check_targets(targets, z.shape[1], mask, waits)
         state = LogpState.empty(z.shape[0], z.device)
         self.merge_columns(z, 0, z.shape[1], inverse_temperature(temperature), mask, targets, state)
         return self.finish(state)

@@ -13,8 +13,10 @@ from rl_engine.ops.weight import Weight
 
 
 class StockLogp:
-    def from_logits(self, z: Tensor, targets: Tensor, temperature: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        check_targets(targets, z.shape[1], mask)
+    def from_logits(
+        self, z: Tensor, targets: Tensor, temperature: float, mask: Tensor | None, waits: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        check_targets(targets, z.shape[1], mask, waits)
         scaled = z / temperature if temperature != 1.0 else z
         if mask is not None:
             scaled = scaled.masked_fill(~unpack_mask(mask, 0, z.shape[1]), -torch.inf)

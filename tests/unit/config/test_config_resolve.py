@@ -18,6 +18,7 @@ from rl_engine.config.paths import REPOSITORY
 from rl_engine.config.preflight import check_inputs, refuse_unbuilt, wants_demo_model
 from rl_engine.config.resolve import KEPT_OURS
 from rl_engine.numerics.contract import Contract
+from rl_engine.numerics.providers import control, defaults
 from rl_engine.records.errors import UserError
 from tests.helpers.checkpoints import write_config, write_model
 
@@ -61,6 +62,14 @@ def test_without_a_compiler_the_fallback_has_its_own_contract(plan_for):
     assert set(dict(consistency.plan.providers.train).values()) == {"torch"}
     assert dict(native.plan.providers.train)["sample"] == "torch"
     assert consistency.plan.contract_id == "rlk.v1/cpu-chain256"
+
+
+def test_plans_take_the_tables_defaults_and_their_control(plan_for):
+    for chain in (True, False):
+        native, consistency = plan_for(host=HostFacts(2, None, chain=chain))
+        for side in ("train", "rollout"):
+            assert dict(getattr(consistency.plan.providers, side)) == defaults("cpu", chain)
+            assert dict(getattr(native.plan.providers, side)) == control(defaults("cpu", chain))
 
 
 def test_what_config_may_not_import_is_equal_to_the_operators_room(monkeypatch):
