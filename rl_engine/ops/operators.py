@@ -17,6 +17,7 @@ from rl_engine.numerics.providers import CAPABILITIES, FUSED, REGISTRY, capabili
 from rl_engine.ops.adamw import AdamScalars
 from rl_engine.ops.attention.paged import PagedBatch
 from rl_engine.ops.attention.static import DecodeBatch
+from rl_engine.ops.exchange import ALONE, Exchange
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.rope import FusedRope, RopeTable
 from rl_engine.ops.sample import DrawKey
@@ -142,7 +143,7 @@ class Operators:
             self._counted[operator].rows += rows
 
     def provider(self, operator: str) -> Any:
-        """The provider's kernels, for code that moves partials between ranks; it counts its own calls."""
+        """The provider's kernels, for code that counts its own calls."""
         return self._providers[operator]
 
     def _use(self, operator: str, x: Tensor) -> Any:
@@ -188,30 +189,33 @@ class Operators:
             for weight in weights:
                 self._providers["linear"].pack(weight, drop_value=drop_value)
 
-    def embedding(self, ids: Tensor, weight: Weight) -> Tensor:
-        return self._use("embedding", ids)(ids, weight)
+    def embedding(
+        self, ids: Tensor, weight: Weight, layout: PackedLayout | None = None, exchange: Exchange = ALONE
+    ) -> Tensor:
+        return self._use("embedding", ids)(ids, weight, layout, exchange)
 
     def finish_embedding(self, weight: Weight) -> None:
         self._providers["embedding"].finish(weight)
 
     def linear(
-        self, x: Tensor, weight: Weight, residual: Tensor | None = None, layout: PackedLayout | None = None
+        self,
+        x: Tensor,
+        weight: Weight,
+        residual: Tensor | None = None,
+        layout: PackedLayout | None = None,
+        exchange: Exchange = ALONE,
     ) -> Tensor:
-        return self._use("linear", x)(x, weight, residual, layout)
+        return self._use("linear", x)(x, weight, residual, layout, exchange)
 
-    def linear_forward(self, x: Tensor, weight: Weight, residual: Tensor | None) -> Tensor:
-        """The forward kernel alone; the caller records backward."""
-        return self._use("linear", x).forward(x, weight, residual)
+    def rms_norm(
+        self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None = None, exchange: Exchange = ALONE
+    ) -> Tensor:
+        return self._use("rms_norm", x)(x, weight, eps, layout, exchange)
 
-    def add_weight_rows(self, dy: Tensor, x: Tensor, layout: PackedLayout, grad: Tensor) -> None:
-        """The linear provider's rows of dW, whichever a CP rank has: grad fp32 [rows, K]."""
-        self._providers["linear"].add_weight_rows(dy, x, layout, grad)
-
-    def rms_norm(self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None = None) -> Tensor:
-        return self._use("rms_norm", x)(x, weight, eps, layout)
-
-    def qk_norm(self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None = None) -> Tensor:
-        return self._use("qk_norm", x)(x, weight, eps, layout)
+    def qk_norm(
+        self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None = None, exchange: Exchange = ALONE
+    ) -> Tensor:
+        return self._use("qk_norm", x)(x, weight, eps, layout, exchange)
 
     def rope(self, x: Tensor, positions: Tensor, table: RopeTable) -> Tensor:
         return self._use("rope", x)(x, positions, table)
@@ -231,17 +235,21 @@ class Operators:
         positions: Tensor,
         table: RopeTable,
         layout: PackedLayout | None = None,
+        exchange: Exchange = ALONE,
     ) -> tuple[Tensor, Tensor]:
         """q and k normed, then rotated: by the fused operator where the providers have one, to the same bits."""
         if self.fuses_qk_norm(q.shape[2]):
             self.count("qk_norm_rope", q)
             fused: FusedRope = self._providers["rope"]
-            return fused.with_norm(q, k, q_norm, k_norm, eps, positions, table, layout)
-        q, k = self.qk_norm(q, q_norm, eps, layout), self.qk_norm(k, k_norm, eps, layout)
+            norm = self._providers["qk_norm"]
+            return fused.with_norm(q, k, q_norm, k_norm, eps, positions, table, layout, norm, exchange)
+        q, k = self.qk_norm(q, q_norm, eps, layout, exchange), self.qk_norm(k, k_norm, eps, layout, exchange)
         return self.rope(q, positions, table), self.rope(k, positions, table)
 
-    def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
-        return self._use("attention", q).packed(q, k, v, layout)
+    def attention_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, exchange: Exchange = ALONE
+    ) -> Tensor:
+        return self._use("attention", q).packed(q, k, v, layout, exchange)
 
     def attention_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: Any, layer: int, batch: Any) -> Tensor:
         return self._use("attention", q).cached(q, k, v, cache, layer, batch)
@@ -282,9 +290,9 @@ class Operators:
         return self._use("lm_head", hidden).logits(hidden, weight)
 
     def logp_from_logits(
-        self, z: Tensor, targets: Tensor, temperature: float, mask: Tensor | None, waits: bool = True
+        self, z: Tensor, targets: Tensor, temperature: float, mask: Tensor | None, exchange: Exchange = ALONE
     ) -> tuple[Tensor, Tensor]:
-        return self._use("selected_logp", z).from_logits(z, targets, temperature, mask, waits)
+        return self._use("selected_logp", z).from_logits(z, targets, temperature, mask, exchange)
 
     def score(
         self,
@@ -295,12 +303,15 @@ class Operators:
         mask: Tensor | None,
         layout: PackedLayout,
         rows: Tensor,
+        exchange: Exchange = ALONE,
     ) -> tuple[Tensor, Tensor]:
-        head = self._use("lm_head", rows)
-        return self._use("selected_logp", rows).score(hidden, weight, targets, temperature, mask, layout, rows, head)
+        head, scorer = self._use("lm_head", rows), self._use("selected_logp", rows)
+        return scorer.score(hidden, weight, targets, temperature, mask, layout, rows, head, exchange)
 
-    def draw(self, z: Tensor, inv_t: float, mask: Tensor | None, keys: list[DrawKey]) -> Tensor:
-        return self._use("sample", z).draw(z, inv_t, mask, keys)
+    def draw(
+        self, z: Tensor, inv_t: float, mask: Tensor | None, keys: list[DrawKey], exchange: Exchange = ALONE
+    ) -> Tensor:
+        return self._use("sample", z).draw(z, inv_t, mask, keys, exchange)
 
     def draw_and_score(self, z: Tensor, temperature: float, words: Tensor) -> tuple[Tensor, Tensor]:
         """(tokens int64 [R], logprobs fp32 [R]) of draws from all columns of logits z fp32 [R, V], identities int32

@@ -14,7 +14,7 @@ from rl_engine.parallel.groups import (
     nccl_available,
     single_mesh,
 )
-from rl_engine.parallel.ownership import ContextLayout, bounds, zigzag_runs
+from rl_engine.parallel.ownership import ContextLayout, bounds, join_columns, zigzag_runs
 
 __all__ = [
     "ContextLayout",
@@ -26,6 +26,7 @@ __all__ = [
     "Transport",
     "bounds",
     "group_over",
+    "join_columns",
     "join_mesh",
     "mesh_over",
     "nccl_available",

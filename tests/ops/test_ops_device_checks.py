@@ -10,9 +10,10 @@ from torch import Tensor
 
 from rl_engine.models.config import ModelConfig
 from rl_engine.models.decoder import Decoder
-from rl_engine.models.placement import NonFiniteLogits, refuse_nan
 from rl_engine.models.weights import random_weights
+from rl_engine.ops.exchange import Exchange
 from rl_engine.ops.functions import exp, f32
+from rl_engine.ops.sample import NonFiniteLogits, refuse_nan
 from rl_engine.ops.sample.retained import retained_mask
 from rl_engine.ops.selected_logp import check_targets
 from rl_engine.ops.selected_logp.reference import unpack_mask
@@ -31,7 +32,7 @@ def test_a_target_outside_the_vocabulary(bad: int) -> None:
     with pytest.raises(RuntimeError, match=message):
         check_targets(targets, 300, None, waits=False)
     with pytest.raises(RuntimeError, match=message):
-        operators("cpu").logp_from_logits(f32_randn(3, 300, seed=1), targets, 1.0, None, False)
+        operators("cpu").logp_from_logits(f32_randn(3, 300, seed=1), targets, 1.0, None, Exchange(waits=False))
 
 
 def test_a_target_outside_its_retained_set() -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_engine.models.sharded import Sharded
+from rl_engine.models.exchange import MeshExchange
 from rl_engine.models.sharding import Sharding
 from rl_engine.models.shards import refresh_input_shards, refresh_output_shards
 from rl_engine.models.weights import ModelWeights, random_weights
@@ -133,12 +133,12 @@ class BorrowedScene(Scene):
 
 def borrowed_work(rank: Rank, scene: BorrowedScene, layout: Layout, baseline: Path) -> dict[str, Any]:
     """``work`` over given groups; with ``stream`` nothing waits on the host either."""
-    made = Sharded.__init__
+    made = MeshExchange.__init__
 
-    def never_waits(self: Sharded, ops: Any, sharding: Any, mesh: Any, local: bool = False, waits: bool = True) -> None:
-        made(self, ops, sharding, mesh, local, waits and not scene.stream)
+    def never_waits(self: MeshExchange, mesh: Any, sharding: Any, local: bool = False, waits: bool = True) -> None:
+        made(self, mesh, sharding, local, waits and not scene.stream)
 
-    Sharded.__init__ = never_waits  # type: ignore[method-assign]
+    MeshExchange.__init__ = never_waits  # type: ignore[method-assign]
     Rank.join = lambda rank, **where: meet(rank)  # type: ignore[assignment, misc]
     Rank.mesh = lambda rank, tp, cp, **where: given_mesh(rank, tp, cp, scene.stream)  # type: ignore[assignment]
     return work(rank, scene, layout, baseline)
@@ -164,15 +164,15 @@ def look_up(rank: Rank) -> list[str]:
     group, faults = group_over(dist.group.WORLD, transport=StreamTransport(dist.group.WORLD)), []
     table = random_weights(config, 3).embedding.value
     weights = random_weights(config, 3, Sharding(config, rank.size, rank.index))
-    place = Sharded(operators(), weights.sharding, mesh_over(group), waits=False)
+    ops, exchange = operators(), MeshExchange(mesh_over(group), weights.sharding, waits=False)
     edges = [weights.sharding.vocabulary(r) for r in range(rank.size)]
     ids = torch.tensor([a for edge in edges for a in (edge[0], edge[1] - 1)] + [7, 7, 1099])
     with torch.no_grad():
-        if not same_bytes(place.embedding(ids, weights.embedding, None), table[ids]):
+        if not same_bytes(ops.embedding(ids, weights.embedding, None, exchange), table[ids]):
             faults.append("rows")
         for bad in (-1, 1100):
             try:
-                place.embedding(torch.tensor([3, bad]), weights.embedding, None)
+                ops.embedding(torch.tensor([3, bad]), weights.embedding, None, exchange)
                 faults.append(f"{bad} was looked up")
             except RuntimeError as error:
                 if "a token id lies outside the vocabulary" not in str(error):

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from rl_engine.numerics.contract import Contract
-from rl_engine.ops.attention import AttentionProvider, Runs, block_runs, run_rows
+from rl_engine.ops.attention import AttentionProvider, block_runs, run_rows
 from rl_engine.ops.attention.paged import PagedBatch, packed_batch, run_batch, transposed_pairs
-from rl_engine.ops.layout import PackedLayout
+from rl_engine.ops.layout import PackedLayout, Runs
 from rl_engine.ops.library import load
 
 BLOCK = Contract().kv_block

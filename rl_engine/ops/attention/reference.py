@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from rl_engine.numerics.contract import Contract
-from rl_engine.ops.attention import AttentionProvider, Runs, run_rows
+from rl_engine.ops.attention import AttentionProvider, run_rows
 from rl_engine.ops.attention.paged import PagedBatch, transposed_pairs
 from rl_engine.ops.functions import chain256_gemm, chain_gemm, exp, f32, log, tree_sum
-from rl_engine.ops.layout import PackedLayout
+from rl_engine.ops.layout import PackedLayout, Runs
 
 BLOCK, SPLIT = Contract().kv_block, Contract().kv_split
 State = tuple[Tensor, Tensor, Tensor, Tensor]  # m, l, mu [Q], O [Q, D]

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from rl_engine.numerics.contract import Contract
-from rl_engine.ops.attention import AttentionProvider, Runs, hopper_backward, hopper_forward, hopper_paged, run_rows
+from rl_engine.ops.attention import AttentionProvider, hopper_backward, hopper_forward, hopper_paged, run_rows
 from rl_engine.ops.attention.paged import PagedBatch, PagedCache
 from rl_engine.ops.attention.static import DecodeBatch
 from rl_engine.ops.attention.triton_backward import attention_delta_kernel, attention_dkv_kernel, attention_dq_kernel
 from rl_engine.ops.attention.triton_decode import attention_decode_kernel, attention_merge_kernel, kv_store_kernel
 from rl_engine.ops.attention.triton_forward import attention_fwd_kernel
-from rl_engine.ops.layout import PackedLayout
+from rl_engine.ops.layout import PackedLayout, Runs
 from rl_engine.ops.triton_functions import launch
 
 BLOCK, SPLIT = Contract().kv_block, Contract().kv_split

@@ -6,6 +6,11 @@ Contract. bf16 operands; every output is one fp32 chain over K, ascending from +
 Backward. ``dX[T, K]``: one chain over the N columns, one rounding. ``dW[N, K]``: per fold unit one chain over the
 unit's tokens from +0, added into the fp32 gradient, units ascending. The residual's gradient is ``dy`` itself.
 
+Tensor parallel, a rank has some of the output columns. Without a residual the input rows are whole and a rank's columns
+come out (q, k, v; gate, up); with one, a rank's input columns go in and the whole new stream comes out (o, down). Each
+rank computes its own input columns of dX in one chain over all output columns. Context parallel, a rank has other
+tokens, and computes other rows of dW over all of them.
+
 Invariant to: rows, packing, batch mates, tiles, threads, column slices. Errors: none; shapes are asserted.
 """
 
@@ -16,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_engine.ops.exchange import ALONE, Exchange
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.weight import Weight
 
@@ -36,7 +42,7 @@ class LinearProvider:
         raise AssertionError("a provider defines add_weight_gradient")
 
     def add_weight_rows(self, dy: Tensor, x: Tensor, layout: PackedLayout, grad: Tensor) -> None:
-        """As :meth:`add_weight_gradient` of any rows of dW: grad fp32 [rows, K]."""
+        """``add_weight_gradient`` of any rows of dW, as a context-parallel rank has them."""
         self.add_weight_gradient(dy, x, layout, grad)
 
     def pack(self, weight: Weight, *, drop_value: bool = False) -> None:
@@ -44,28 +50,54 @@ class LinearProvider:
         left."""
         raise AssertionError("a provider that reads packed weights packs them")
 
+    def exchanged(
+        self, x: Tensor, weight: Weight, residual: Tensor | None, exchange: Exchange
+    ) -> tuple[Tensor, Tensor]:
+        """(output, the whole input rows [T, K]) of forward between its exchanges."""
+        if residual is None:
+            return self.forward(x, weight, None), x
+        whole = exchange.join_inputs(x, weight, purpose="inputs")
+        own = self.forward(whole, weight, exchange.own_outputs(residual, weight))
+        return exchange.join_outputs(own, weight), whole
+
     def __call__(
-        self, x: Tensor, weight: Weight, residual: Tensor | None = None, layout: PackedLayout | None = None
+        self,
+        x: Tensor,
+        weight: Weight,
+        residual: Tensor | None = None,
+        layout: PackedLayout | None = None,
+        exchange: Exchange = ALONE,
     ) -> Tensor:
         if not torch.is_grad_enabled():
-            return self.forward(x, weight, residual)
-        return _Linear.apply(x, residual, weight, layout, self)
+            return self.exchanged(x, weight, residual, exchange)[0]
+        return _Linear.apply(x, residual, weight, layout, self, exchange)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Weight, layout: PackedLayout, provider: LinearProvider
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Weight,
+        layout: PackedLayout,
+        provider: LinearProvider,
+        exchange: Exchange,
     ) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.layout, ctx.provider, ctx.has_residual = weight, layout, provider, residual is not None
-        return provider.forward(x, weight, residual)
+        out, whole = provider.exchanged(x, weight, residual, exchange)
+        ctx.save_for_backward(whole)
+        ctx.weight, ctx.layout, ctx.provider, ctx.exchange = weight, layout, provider, exchange
+        ctx.has_residual = residual is not None
+        return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        dy = dy.contiguous()
-        if ctx.weight.grad is not None:
-            ctx.provider.add_weight_gradient(dy, x, ctx.layout, ctx.weight.grad)
-        dx = ctx.provider.input_gradient(dy, ctx.weight)
-        return dx, dy if ctx.has_residual else None, None, None, None
+        weight, exchange, dy = ctx.weight, ctx.exchange, dy.contiguous()
+        own = exchange.own_outputs(dy, weight).contiguous() if ctx.has_residual else dy
+        exchange.add_weight_gradient(ctx.provider, own, x, weight, ctx.layout)
+        columns = exchange.input_columns(weight)
+        if ctx.has_residual:
+            return ctx.provider.input_gradient(dy, columns), dy, None, None, None, None
+        dx = ctx.provider.input_gradient(exchange.canonical_outputs(dy, weight), columns)
+        return exchange.join_inputs(dx, weight, purpose="dX"), None, None, None, None, None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rl_engine.ops.exchange import ALONE, Exchange
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.weight import Weight
 
@@ -40,7 +41,14 @@ class StockLinear:
         prepack(weight, drop_value=drop_value)
 
     def __call__(
-        self, x: Tensor, weight: Weight, residual: Tensor | None = None, layout: PackedLayout | None = None
+        self,
+        x: Tensor,
+        weight: Weight,
+        residual: Tensor | None = None,
+        layout: PackedLayout | None = None,
+        exchange: Exchange = ALONE,
     ) -> Tensor:
-        branch = stock_linear(x, weight)
-        return branch if residual is None else residual + branch
+        if residual is None:
+            return stock_linear(exchange.spread(x), weight)
+        branch = stock_linear(exchange.spread(exchange.join_inputs(x, weight, purpose="inputs")), weight)
+        return residual + exchange.join_outputs(branch, weight)

@@ -325,13 +325,13 @@ def test_inputs_that_a_run_needs(plan_for, tmp_path):
 
 def test_what_is_not_built_is_refused(plan_for):
     refuse_unbuilt(plan_for())
+    on_gpu = {"backend": "cuda", "tp_size": "3", "oversubscribe": True}
+    for layout in ({"tp_size": "3"}, {"rollout_tp_size": "3"}, {"cp_size": "2"}, on_gpu):
+        refuse_unbuilt(plan_for(mode="paired", **layout))  # torch's own operators too
     for build in (
         lambda: refuse_unbuilt(plan_for(stack="megatron-vllm")),
         lambda: refuse_unbuilt(plan_for(backend="rocm")),
-        lambda: refuse_unbuilt(plan_for(backend="cuda", tp_size="3", oversubscribe=True)),
         lambda: refuse_unbuilt(plan_for(pd=True)),
-        lambda: refuse_unbuilt(plan_for(tp_size="3")),
-        lambda: refuse_unbuilt(plan_for(rollout_tp_size="3")),
         lambda: refuse_unbuilt(plan_for(ray_port="8090")),
         lambda: refuse_unbuilt(plan_for(native_deterministic=True)),
         lambda: refuse_unbuilt(plan_for(vllm_gpu_memory_utilization="0.5")),

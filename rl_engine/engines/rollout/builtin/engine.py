@@ -29,11 +29,10 @@ from rl_engine.engines.rollout.builtin.sequence import Job, Output, RolloutSetti
 from rl_engine.engines.snapshot import load_snapshots
 from rl_engine.engines.types import Request, Sample, SamplingSettings, WeightSnapshot, pack_retained
 from rl_engine.models.decoder import Decoder
-from rl_engine.models.placement import refuse_nan
 from rl_engine.models.weights import ModelWeights
 from rl_engine.ops import Operators
 from rl_engine.ops.attention.stock import DenseCache
-from rl_engine.ops.sample import DrawKey
+from rl_engine.ops.sample import DrawKey, refuse_nan
 from rl_engine.parallel import Mesh
 
 __all__ = ["Job", "Output", "RolloutEngine", "RolloutSettings", "Statistics", "fan_out"]
