@@ -53,8 +53,8 @@ def _moved(x: Tensor, move: Callable[[Tensor], Tensor], back: Callable[[Tensor],
 
 
 def one_unit(tokens: int) -> PackedLayout:
-    """All of a rank's tokens as one fold unit."""
-    return PackedLayout((tokens,), (1,))
+    """All of a rank's tokens as one fold unit; no unit without a token."""
+    return PackedLayout((tokens,), (1,)) if tokens else PackedLayout((), ())
 
 
 def _ascending(parts: Sequence[Tensor]) -> Tensor:
@@ -176,17 +176,12 @@ class MeshExchange(Exchange):
 
     # -- sums over tokens
 
-    def add_weight_gradient(self, provider: Any, dy: Tensor, x: Tensor, weight: Weight, layout: PackedLayout) -> None:
-        if weight.grad is None:
-            return
+    def weight_rows(self, dy: Tensor, x: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor, PackedLayout]:
         if self.local_sums:
-            if x.shape[0]:
-                provider.add_weight_gradient(dy, x, one_unit(x.shape[0]), weight.grad)
-            return
+            return dy, x, one_unit(x.shape[0])
         context = self.context(layout)
         rows = context.columns(self.cp, dy, 1, purpose="dW dY")
-        tokens = context.gather(self.cp, x, purpose="dW X")
-        provider.add_weight_rows(rows, tokens, layout, weight.grad)
+        return rows, context.gather(self.cp, x, purpose="dW X"), layout
 
     def gain_sums(self, provider: Any, terms: Tensor, layout: PackedLayout, *, heads: bool) -> Tensor:
         if self.local_sums:

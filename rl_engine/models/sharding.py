@@ -45,6 +45,10 @@ def merged_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     return names
 
 
+def _is_norm(name: str) -> bool:
+    return "norm" in name.rsplit(".", 2)[-2]
+
+
 @dataclasses.dataclass(frozen=True)
 class Sharding:
     """Rows of every tensor for each of ``size`` TP ranks; ``index`` is this one.
@@ -86,7 +90,7 @@ class Sharding:
         total = self.config.tensor_shapes()[name][0]
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             return self.vocabulary(rank)
-        if "norm" in name.rsplit(".", 2)[-2]:
+        if _is_norm(name):
             return 0, total
         if ".self_attn.q_proj." in name or ".self_attn.k_proj." in name or ".self_attn.v_proj." in name:
             share = total // self.size  # whole heads: TP divides them
@@ -146,4 +150,4 @@ class Sharding:
 
     def is_replicated(self, merged: str) -> bool:
         """Whether every TP rank holds the whole weight (norms)."""
-        return len(self.config.tensor_shapes()[self._parts[merged][0]]) == 1
+        return _is_norm(merged)

@@ -89,10 +89,10 @@ class Exchange:
 
     # -- sums over tokens
 
-    def add_weight_gradient(self, provider: Any, dy: Tensor, x: Tensor, weight: Weight, layout: PackedLayout) -> None:
-        """``provider.add_weight_gradient`` over all tokens into the rows that ``weight.grad`` has."""
-        if weight.grad is not None:
-            provider.add_weight_gradient(dy, x, layout, weight.grad)
+    def weight_rows(self, dy: Tensor, x: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor, PackedLayout]:
+        """What the gradient of a weight's rows is made of, in the rows that it has: dY [T, rows] and X [T, K] of all
+        tokens, and their fold units."""
+        return dy, x, layout
 
     def gain_sums(self, provider: Any, terms: Tensor, layout: PackedLayout, *, heads: bool) -> Tensor:
         """``provider.unit_sums`` of terms [T, heads, width] over all tokens; with ``heads`` those of every TP rank."""

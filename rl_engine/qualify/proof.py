@@ -450,7 +450,7 @@ def slices(config: ModelConfig, tp: int) -> list[str]:
     for rank in range(tp):
         cut = Sharding(config, tp, rank)
         for merged, parts in merged_names(config).items():
-            if not merged.startswith("model.layers.0.") or cut.is_replicated(merged):
+            if not merged.startswith("model.layers.0.") or len(rows[parts[0]]) == 1:
                 continue
             columns, depth = sum(cut.part_rows(merged, rank)), rows[parts[0]][1]
             first, last = cut.inputs(merged, rank)

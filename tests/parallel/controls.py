@@ -23,7 +23,7 @@ from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.linear import LinearProvider
 from rl_engine.ops.sample import DrawKey
 from rl_engine.ops.weight import Weight
-from rl_engine.parallel import Group, Mesh, single_mesh
+from rl_engine.parallel import Group, Mesh, bounds, single_mesh
 from tests.helpers.models import rollout_engine
 from tests.helpers.ranks import Rank
 from tests.parallel.scene import Judge, Layout, Scene, advantages, bits, make_trainer, tensors_of
@@ -55,24 +55,28 @@ def row_parallel(trainer: TrainEngine, mesh: Mesh) -> None:
     provider.exchanged = exchanged  # type: ignore[method-assign]
 
 
-class SummedWeightGradient(MeshExchange):
-    """dW over each CP rank's own tokens, all-reduced."""
+class OwnTokens(MeshExchange):
+    """dW over each CP rank's own tokens."""
 
-    def add_weight_gradient(self, provider: Any, dy: Tensor, x: Tensor, weight: Weight, layout: PackedLayout) -> None:
-        if weight.grad is None:
-            return
+    def weight_rows(self, dy: Tensor, x: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor, PackedLayout]:
         own = torch.bucketize(self.own_tokens(layout), layout.unit_offsets, right=True).bincount()
         counts = [n for n in own.tolist() if n]  # own tokens of each unit, as if each were one sample
-        units = PackedLayout(tuple(counts), (1,) * len(counts))
-        local = torch.zeros(weight.shape, dtype=torch.float32, device=dy.device)
-        provider.add_weight_gradient(dy, x, units, local)
-        first, last = weight.grad_rows
-        weight.grad.add_(add_across(self.cp, local)[first:last])
+        return dy, x, PackedLayout(tuple(counts), (1,) * len(counts))
 
 
 def summed_weight_gradient(trainer: TrainEngine, mesh: Mesh) -> None:
-    assert "add_weight_gradient" in vars(MeshExchange)
-    trainer.decoder.exchange = SummedWeightGradient(mesh, trainer.weights.sharding)
+    """dW over each CP rank's own tokens, all-reduced."""
+    provider = trainer.ops.provider("linear")
+
+    def add_weight_rows(dy: Tensor, x: Tensor, layout: PackedLayout, grad: Tensor) -> None:
+        local = torch.zeros(dy.shape[1], x.shape[1], dtype=torch.float32, device=dy.device)
+        provider.add_weight_gradient(dy, x, layout, local)
+        first, last = bounds(dy.shape[1], mesh.cp.size)[mesh.cp.index]
+        grad.add_(add_across(mesh.cp, local)[first:last])
+
+    assert "weight_rows" in vars(MeshExchange) and isinstance(provider, LinearProvider)
+    trainer.decoder.exchange = OwnTokens(mesh, trainer.weights.sharding)
+    provider.add_weight_rows = add_weight_rows  # type: ignore[method-assign]
 
 
 def exact(trainer: TrainEngine, mesh: Mesh) -> None:

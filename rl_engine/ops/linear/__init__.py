@@ -45,6 +45,10 @@ class LinearProvider:
         """``add_weight_gradient`` of any rows of dW, as a context-parallel rank has them."""
         self.add_weight_gradient(dy, x, layout, grad)
 
+    def add_rows(self, moved: tuple[Tensor, Tensor, PackedLayout], grad: Tensor, exchange: Exchange) -> None:
+        """What ``exchange.weight_rows`` gave, into ``grad``; a rank alone has every row."""
+        (self.add_weight_gradient if exchange.alone else self.add_weight_rows)(*moved, grad)
+
     def pack(self, weight: Weight, *, drop_value: bool = False) -> None:
         """Packs ``weight`` in this provider's layout (``Capabilities.packing``); with ``drop_value`` that alone is
         left."""
@@ -95,7 +99,8 @@ class _Linear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         weight, exchange, dy = ctx.weight, ctx.exchange, dy.contiguous()
         own = exchange.own_outputs(dy, weight).contiguous() if ctx.has_residual else dy
-        exchange.add_weight_gradient(ctx.provider, own, x, weight, ctx.layout)
+        if weight.grad is not None:
+            ctx.provider.add_rows(exchange.weight_rows(own, x, ctx.layout), weight.grad, exchange)
         columns = exchange.input_columns(weight)
         if ctx.has_residual:
             return ctx.provider.input_gradient(dy, columns), dy, None, None, None, None
