@@ -30,7 +30,7 @@ class LinearProvider:
     """Kernels of one provider; calling the provider runs forward and records backward."""
 
     def forward(self, x: Tensor, weight: Weight, residual: Tensor | None) -> Tensor:
-        """bf16 [T, N] of x bf16 [T, K] and residual bf16 [T, N] or None."""
+        """bf16 [T, N] of x bf16 [T, K] and residual bf16 [T, N] or None; its rows may be one row (stride 0)."""
         raise AssertionError("a provider defines forward")
 
     def input_gradient(self, dy: Tensor, weight: Weight) -> Tensor:
