@@ -19,6 +19,7 @@ from rl_engine.engines.types import Request, Sample, SamplingSettings
 from rl_engine.models.checkpoint import load_weights
 from rl_engine.models.weights import ModelWeights, random_weights
 from rl_engine.ops import Operators, uniform
+from rl_engine.ops.exchange import ALONE, Exchange
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.weight import Weight
 from tests.helpers.models import (
@@ -42,8 +43,10 @@ class SkippableNorms(Operators):
         super().__init__(uniform("cpu"))
         self.skipped: str | None = None
 
-    def rms_norm(self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None = None) -> Tensor:
-        return x if weight.name == self.skipped else super().rms_norm(x, weight, eps, layout)
+    def rms_norm(
+        self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None = None, exchange: Exchange = ALONE
+    ) -> Tensor:
+        return x if weight.name == self.skipped else super().rms_norm(x, weight, eps, layout, exchange)
 
 
 @contextmanager
