@@ -1,4 +1,4 @@
-"""One decoder for training, scoring and generation: Llama and Qwen3, built from the operators alone.
+"""One decoder for training, scoring and generation: Llama, Qwen2 and Qwen3, built from the operators alone.
 
 Shape letters: T tokens (samples joined without padding), H hidden, N heads, D head_dim.
 """
@@ -47,6 +47,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q_TND, k_TND
 class LayerWeights:
     input_norm: Weight
     qkv: Weight
+    qkv_bias: Weight | None
     q_norm: Weight | None
     k_norm: Weight | None
     o: Weight
@@ -55,11 +56,12 @@ class LayerWeights:
     down: Weight
 
 
-def _layer_weights(weights: ModelWeights, index: int, qk_norm: bool) -> LayerWeights:
-    prefix = f"model.layers.{index}."
+def _layer_weights(weights: ModelWeights, index: int, config: ModelConfig) -> LayerWeights:
+    prefix, qk_norm = f"model.layers.{index}.", config.qk_norm
     return LayerWeights(
         input_norm=weights[prefix + "input_layernorm.weight"],
         qkv=weights[prefix + "self_attn.qkv_proj.weight"],
+        qkv_bias=weights[prefix + "self_attn.qkv_proj.bias"] if config.qkv_bias else None,
         q_norm=weights[prefix + "self_attn.q_norm.weight"] if qk_norm else None,
         k_norm=weights[prefix + "self_attn.k_norm.weight"] if qk_norm else None,
         o=weights[prefix + "self_attn.o_proj.weight"],
@@ -132,7 +134,7 @@ class Decoder:
         operators.check_head(self.config.head_dim)
         self.exchange = exchange_of(mesh, weights.sharding, local_sums, waits)
         self.table = RopeTable.build(self.config.inverse_frequencies(), positions).to(self.device)
-        self.layers = [_layer_weights(weights, i, self.config.qk_norm) for i in range(self.config.layers)]
+        self.layers = [_layer_weights(weights, i, self.config) for i in range(self.config.layers)]
 
     @property
     def cache_heads(self) -> int:
@@ -166,7 +168,7 @@ class Decoder:
     ) -> Tensor:
         ops, layer, eps, exchange = self.ops, self.layers[index], self.config.norm_eps, self.exchange
         normed = ops.rms_norm(stream, layer.input_norm, eps, layout, exchange)
-        q, k, v = self._heads(ops.linear(normed, layer.qkv, None, layout, exchange))
+        q, k, v = self._heads(ops.linear(normed, layer.qkv, None, layout, exchange, layer.qkv_bias))
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = ops.qk_norm_rope(q, k, layer.q_norm, layer.k_norm, eps, positions, self.table, layout, exchange)
         else:

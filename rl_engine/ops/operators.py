@@ -204,8 +204,9 @@ class Operators:
         residual: Tensor | None = None,
         layout: PackedLayout | None = None,
         exchange: Exchange = ALONE,
+        bias: Weight | None = None,
     ) -> Tensor:
-        return self._use("linear", x)(x, weight, residual, layout, exchange)
+        return self._use("linear", x)(x, weight, residual, layout, exchange, bias)
 
     def rms_norm(
         self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None = None, exchange: Exchange = ALONE

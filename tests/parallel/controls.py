@@ -43,8 +43,10 @@ def row_parallel(trainer: TrainEngine, mesh: Mesh) -> None:
     provider, head = trainer.ops.provider("linear"), trainer.ops.provider("lm_head")
     exact: Any = type(provider).exchanged
 
-    def exchanged(x: Tensor, weight: Weight, residual: Tensor | None, exchange: Exchange) -> tuple[Tensor, Tensor]:
-        out, whole = exact(provider, x, weight, residual, exchange)
+    def exchanged(
+        x: Tensor, weight: Weight, residual: Tensor | None, exchange: Exchange, bias: Weight | None
+    ) -> tuple[Tensor, Tensor]:
+        out, whole = exact(provider, x, weight, residual, exchange, bias)
         if residual is None:
             return out, whole
         columns = weight.input_shard or weight  # all rows of own input columns

@@ -1,10 +1,13 @@
 """Linear layer: ``y[T, N] = x[T, K] W[N, K]^T``, with the residual addition as its epilogue.
 
 Contract. bf16 operands; every output is one fp32 chain over K, ascending from +0, rounded once to bf16. With a residual
-``y = bf16(fl(stream + branch))`` where branch is the unrounded fp32 chain. Columns have the HF tensors' order.
+``y = bf16(fl(stream + branch))`` where branch is the unrounded fp32 chain. A bias b[N], bf16, takes the stream's place
+in every row: ``y = bf16(fl(b + chain))``; an output has a residual, a bias or neither. Columns have the HF tensors'
+order.
 
 Backward. ``dX[T, K]``: one chain over the N columns, one rounding. ``dW[N, K]``: per fold unit one chain over the
-unit's tokens from +0, added into the fp32 gradient, units ascending. The residual's gradient is ``dy`` itself.
+unit's tokens from +0, added into the fp32 gradient, units ascending. The bias is the column of W whose input is 1, and
+has its gradient: per fold unit one chain of dy over the unit's tokens. The residual's gradient is ``dy`` itself.
 
 Tensor parallel, a rank has some of the output columns. Without a residual the input rows are whole and a rank's columns
 come out (q, k, v; gate, up); with one, a rank's input columns go in and the whole new stream comes out (o, down). Each
@@ -55,11 +58,13 @@ class LinearProvider:
         raise AssertionError("a provider that reads packed weights packs them")
 
     def exchanged(
-        self, x: Tensor, weight: Weight, residual: Tensor | None, exchange: Exchange
+        self, x: Tensor, weight: Weight, residual: Tensor | None, exchange: Exchange, bias: Weight | None
     ) -> tuple[Tensor, Tensor]:
         """(output, the whole input rows [T, K]) of forward between its exchanges."""
+        assert residual is None or bias is None, weight.name
         if residual is None:
-            return self.forward(x, weight, None), x
+            row = None if bias is None else bias.value.as_strided((x.shape[0], weight.shape[0]), (0, 1))
+            return self.forward(x, weight, row), x
         whole = exchange.join_inputs(x, weight, purpose="inputs")
         own = self.forward(whole, weight, exchange.own_outputs(residual, weight))
         return exchange.join_outputs(own, weight), whole
@@ -71,10 +76,11 @@ class LinearProvider:
         residual: Tensor | None = None,
         layout: PackedLayout | None = None,
         exchange: Exchange = ALONE,
+        bias: Weight | None = None,
     ) -> Tensor:
         if not torch.is_grad_enabled():
-            return self.exchanged(x, weight, residual, exchange)[0]
-        return _Linear.apply(x, residual, weight, layout, self, exchange)
+            return self.exchanged(x, weight, residual, exchange, bias)[0]
+        return _Linear.apply(x, residual, weight, layout, self, exchange, bias)
 
 
 class _Linear(torch.autograd.Function):
@@ -87,10 +93,11 @@ class _Linear(torch.autograd.Function):
         layout: PackedLayout,
         provider: LinearProvider,
         exchange: Exchange,
+        bias: Weight | None,
     ) -> Tensor:
-        out, whole = provider.exchanged(x, weight, residual, exchange)
+        out, whole = provider.exchanged(x, weight, residual, exchange, bias)
         ctx.save_for_backward(whole)
-        ctx.weight, ctx.layout, ctx.provider, ctx.exchange = weight, layout, provider, exchange
+        ctx.weight, ctx.layout, ctx.provider, ctx.exchange, ctx.bias = weight, layout, provider, exchange, bias
         ctx.has_residual = residual is not None
         return out
 
@@ -100,9 +107,13 @@ class _Linear(torch.autograd.Function):
         weight, exchange, dy = ctx.weight, ctx.exchange, dy.contiguous()
         own = exchange.own_outputs(dy, weight).contiguous() if ctx.has_residual else dy
         if weight.grad is not None:
-            ctx.provider.add_rows(exchange.weight_rows(own, x, ctx.layout), weight.grad, exchange)
+            rows, tokens, layout = exchange.weight_rows(own, x, ctx.layout)
+            ctx.provider.add_rows((rows, tokens, layout), weight.grad, exchange)
+            if ctx.bias is not None:
+                ones = torch.ones(tokens.shape[0], 1, dtype=torch.bfloat16, device=x.device)
+                ctx.provider.add_rows((rows, ones, layout), ctx.bias.grad.unsqueeze(1), exchange)
         columns = exchange.input_columns(weight)
         if ctx.has_residual:
-            return ctx.provider.input_gradient(dy, columns), dy, None, None, None, None
+            return ctx.provider.input_gradient(dy, columns), dy, *[None] * 5
         dx = ctx.provider.input_gradient(exchange.canonical_outputs(dy, weight), columns)
-        return exchange.join_inputs(dx, weight, purpose="dX"), None, None, None, None, None
+        return exchange.join_inputs(dx, weight, purpose="dX"), *[None] * 6

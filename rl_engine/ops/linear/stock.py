@@ -27,13 +27,13 @@ def prepack(weight: Weight, *, drop_value: bool = False) -> None:
             weight.value = weight.value.new_empty(0)
 
 
-def stock_linear(x: Tensor, weight: Weight) -> Tensor:
+def stock_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """bf16 [T, out] of x bf16 [T, in], through the prepacked copy where there is one."""
     if weight.packed is None or torch.is_grad_enabled():
-        return functional.linear(x, weight.value)
+        return functional.linear(x, weight.value, bias)
     if weight.stale:
         prepack(weight)
-    return torch.ops.mkldnn._linear_pointwise(x, weight.packed, None, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise(x, weight.packed, bias, "none", [], "")
 
 
 class StockLinear:
@@ -47,8 +47,9 @@ class StockLinear:
         residual: Tensor | None = None,
         layout: PackedLayout | None = None,
         exchange: Exchange = ALONE,
+        bias: Weight | None = None,
     ) -> Tensor:
         if residual is None:
-            return stock_linear(exchange.spread(x), weight)
+            return stock_linear(exchange.spread(x), weight, None if bias is None else bias.value)
         branch = stock_linear(exchange.spread(exchange.join_inputs(x, weight, purpose="inputs")), weight)
         return residual + exchange.join_outputs(branch, weight)
