@@ -22,6 +22,7 @@ ENDS = {
     "rl_engine.ops": "names its modules",
     "rl_engine.ops.library": "the CPU's kernels; on a GPU the folder where a proof is kept",
     "rl_engine.ops.operators": "hands providers out by name: those that are named are followed",
+    "rl_engine.numerics.providers": "the table of those names",
 }
 PACKAGES = ("rl_engine", "benchmarks")
 
@@ -88,8 +89,8 @@ def _providers(tree: ast.Module) -> Iterator[str]:
 
 @functools.cache
 def _registry() -> dict[str, dict[str, tuple[str, str]]]:
-    """The table of providers of ``rl_engine/ops/operators.py``."""
-    path = _file("rl_engine.ops.operators")
+    """The table of providers of ``rl_engine/numerics/providers.py``."""
+    path = _file("rl_engine.numerics.providers")
     assert path is not None
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "REGISTRY":

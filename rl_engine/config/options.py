@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Union
 
+from rl_engine.numerics import providers
 from rl_engine.records.errors import UserError
 
 Scalar = Union[str, int, float, bool]  # noqa: UP007 - Python 3.8 evaluates this line
@@ -21,22 +22,8 @@ Scalar = Union[str, int, float, bool]  # noqa: UP007 - Python 3.8 evaluates this
 BIG = float(2**31 - 1)  # no more than a 32-bit counter holds; too large to be worth saying
 NUMBER = re.compile(r"[+-]?(\d|\.\d|nan$|inf)[\d.eE+-]*(inity)?\Z", re.IGNORECASE)  # no blanks, no 1_000
 
-OPERATORS: tuple[str, ...] = (
-    "embedding",
-    "linear",
-    "rms_norm",
-    "qk_norm",
-    "rope",
-    "attention",
-    "swiglu",
-    "lm_head",
-    "selected_logp",
-    "sample",
-    "adamw",
-    "grad_norm",
-)
-# What one provider of several operators does in one call, counted under its own name -> those operators
-FUSED_OPERATORS: dict[str, tuple[str, ...]] = {"qk_norm_rope": ("qk_norm", "rope")}
+OPERATORS = providers.OPERATORS
+FUSED_OPERATORS = providers.FUSED
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from rl_engine.config.paths import PLACEHOLDER, REPOSITORY, bundled
 from rl_engine.config.plan import Plan
 from rl_engine.config.profile import BUNDLED, REFERENCE
 from rl_engine.config.resolve import ResolvedPlan
+from rl_engine.numerics.providers import is_stock
 from rl_engine.records.errors import UserError
 from rl_engine.records.sources import FOLDERS, lies_in_sources
 
@@ -63,7 +64,7 @@ _NOT_HONOURED = (
 
 
 def _refuse_groups(resolved: Sequence[ResolvedPlan]) -> None:
-    """Stock operators run on one rank; rollout context parallelism is not built."""
+    """Rollout context parallelism is not built; the fallback of a C compiler runs on one rank."""
     for item in resolved:
         plan, shape = item.plan, item.plan.topology
         if shape.rollout_cp > 1:
@@ -72,19 +73,12 @@ def _refuse_groups(resolved: Sequence[ResolvedPlan]) -> None:
                 "rollout CP 1: this version's built-in engines cut rollouts by TP only",
                 "--rollout-cp 1",
             )
-        stock = "stock" in {name for side in (plan.providers.train, plan.providers.rollout) for _, name in side}
         ranks = max(shape.train_tp * shape.train_cp, shape.rollout_tp)
         if plan.contract_id.endswith("-chain256") and ranks > 1:
             raise UserError(
                 f"{ranks} ranks without a C compiler",
                 "one rank: the fallback's bits are proven for whole tensors only",
                 "install a C compiler (cc, gcc or clang)",
-            )
-        if stock and ranks > 1:
-            raise UserError(
-                f"stock operators ({plan.mode}) on {ranks} ranks",
-                "one rank each: torch's own operators have no exact layout",
-                "--mode consistency, or --tp 1 --cp 1 --rollout-tp 1",
             )
 
 
@@ -93,7 +87,7 @@ def _refuse_mixed_heads(resolved: Sequence[ResolvedPlan]) -> None:
     for item in resolved:
         sides = {"train": dict(item.plan.providers.train), "rollout": dict(item.plan.providers.rollout)}
         for side, operator in (("train", "lm_head"), ("rollout", "lm_head"), ("train", "selected_logp")):
-            if item.plan.mode == "consistency" and sides[side].get(operator) == "stock":
+            if item.plan.mode == "consistency" and is_stock(sides[side].get(operator, "")):
                 raise UserError(
                     f"--native {operator}@{side}",
                     "the contract's own head on both sides and its logprob on the trainer's",

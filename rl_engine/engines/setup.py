@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
 
 from rl_engine.config.plan import DEVICE_KINDS, Plan
+from rl_engine.engines import threads
 from rl_engine.engines.rollout.builtin.engine import Decode, RolloutEngine, RolloutSettings
 from rl_engine.engines.rollout.builtin.passes import PassLog
 from rl_engine.engines.train.builtin import TrainEngine, TrainSettings
@@ -16,7 +16,7 @@ from rl_engine.models.checkpoint import load_weights
 from rl_engine.models.config import ModelConfig, UnsupportedModel, read_config
 from rl_engine.models.sharding import LayoutRefused, Sharding
 from rl_engine.models.weights import ModelWeights, WeightMismatch
-from rl_engine.ops import Operators, library
+from rl_engine.ops import Operators
 from rl_engine.ops.device import driver
 from rl_engine.ops.weight import CPU
 from rl_engine.parallel import Mesh, join_mesh, nccl_available, single_mesh
@@ -67,12 +67,8 @@ def device_words(device: torch.device) -> tuple[str, str | None]:
 
 def use_threads(plan: Plan) -> ThreadSettings:
     """Sets the plan's thread count for torch and the C kernels, and says what is in force."""
-    torch.set_num_threads(plan.threads)
-    names = {name for side in (plan.providers.train, plan.providers.rollout) for _, name in side}
-    if "cpu" in names:
-        library.set_threads(plan.threads)
-    omp = os.environ.get("OMP_NUM_THREADS")
-    return ThreadSettings(torch.get_num_threads(), torch.get_num_interop_threads(), int(omp) if omp else None)
+    sides = (plan.providers.train, plan.providers.rollout)
+    return threads.use_threads(plan.threads, {name for side in sides for _, name in side})
 
 
 def model_config(plan: Plan) -> ModelConfig:

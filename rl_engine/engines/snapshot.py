@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +23,24 @@ class SnapshotMismatch(RuntimeError):
 
 def export_snapshot(weights: ModelWeights, version: int) -> WeightSnapshot:
     """This rank's bf16 rows by HF name: views, or copies where the weights lie on a GPU."""
+    return snapshot_of(weights.export_rows(), version)
+
+
+def snapshot_of(rows: Mapping[str, tuple[int, Tensor]], version: int) -> WeightSnapshot:
+    """The snapshot of anybody's weights: HF name -> (first row, bf16 rows [n, ...] of that tensor), rank by rank as
+    they lie there; views, or copies where they lie on a GPU.
+
+    Raises:
+        SnapshotMismatch: rows of another dtype.
+    """
+    for name, (_, values) in rows.items():
+        if values.dtype != torch.bfloat16:
+            raise SnapshotMismatch(f"{name} has {values.dtype} rows, expected bf16: the owner rounds them")
     tensors = {
-        name: TensorRows(first, rows.detach().view(torch.int16).cpu().numpy().view(np.uint16))
-        for name, (first, rows) in weights.export_rows().items()
+        name: TensorRows(first, values.detach().contiguous().view(torch.int16).cpu().numpy().view(np.uint16))
+        for name, (first, values) in rows.items()
     }
-    return WeightSnapshot(version, tensors, own_digests(weights))
+    return WeightSnapshot(version, tensors, _digests({name: values for name, (_, values) in rows.items()}))
 
 
 def rows_of(snapshots: Sequence[WeightSnapshot], name: str, first: int, last: int) -> Bits:
@@ -73,8 +86,12 @@ def shard_digests(snapshots: Sequence[WeightSnapshot], rows: dict[str, tuple[int
 
 def own_digests(weights: ModelWeights) -> dict[str, str]:
     """Digest of the rows that this rank holds of every HF tensor."""
-    rows = {name: values.detach() for name, values in weights.export().items()}
-    return digest_tensors(rows, min(torch.get_num_threads(), DIGEST_THREADS))
+    return _digests(weights.export())
+
+
+def _digests(rows: Mapping[str, Tensor]) -> dict[str, str]:
+    detached = {name: values.detach() for name, values in rows.items()}
+    return digest_tensors(detached, min(torch.get_num_threads(), DIGEST_THREADS))
 
 
 def load_snapshots(weights: ModelWeights, snapshots: Sequence[WeightSnapshot]) -> dict[str, str]:

@@ -74,6 +74,11 @@ class ModelConfig:
     rope_scaling: RopeScaling | None
     max_positions: int
 
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether q, k and v have biases, as the architecture says: a field would change other families' digests."""
+        return keys.FAMILIES[self.architecture].qkv_bias
+
     def inverse_frequencies(self) -> Tensor:
         """fp64 [head_dim / 2]."""
         import torch  # which a reader of the shape alone does not need
@@ -92,6 +97,10 @@ class ModelConfig:
             shapes[prefix + "self_attn.q_proj.weight"] = (self.heads * d, h)
             shapes[prefix + "self_attn.k_proj.weight"] = (self.kv_heads * d, h)
             shapes[prefix + "self_attn.v_proj.weight"] = (self.kv_heads * d, h)
+            if self.qkv_bias:
+                shapes[prefix + "self_attn.q_proj.bias"] = (self.heads * d,)
+                shapes[prefix + "self_attn.k_proj.bias"] = (self.kv_heads * d,)
+                shapes[prefix + "self_attn.v_proj.bias"] = (self.kv_heads * d,)
             if self.qk_norm:
                 shapes[prefix + "self_attn.q_norm.weight"] = (d,)
                 shapes[prefix + "self_attn.k_norm.weight"] = (d,)

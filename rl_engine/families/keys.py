@@ -18,18 +18,19 @@ class Family:
 
     model_type: str
     qk_norm: bool = False  # an RMSNorm of every query and key head
+    qkv_bias: bool = False  # biases of q, k and v
 
 
 FAMILIES = {
     "LlamaForCausalLM": Family("llama"),
+    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True),
     "Qwen3ForCausalLM": Family("qwen3", qk_norm=True),
 }
 SUPPORTED = " or ".join(FAMILIES)
-CHOOSE = "choose a dense Llama (2, 3, 3.1, 3.2) or Qwen3 checkpoint as --model-root"
+CHOOSE = "choose a dense Llama (2, 3, 3.1, 3.2), Qwen2, Qwen2.5 or Qwen3 checkpoint as --model-root"
 
 # What keeps a well-known architecture out.
 _OTHER = {
-    "Qwen2": "biases of q, k and v",
     "Mistral": "sliding-window attention",
     "Ministral": "sliding-window attention",
     "Mixtral": "experts",

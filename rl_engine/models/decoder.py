@@ -1,4 +1,4 @@
-"""One decoder for training, scoring and generation: Llama and Qwen3, built from the operators alone.
+"""One decoder for training, scoring and generation: Llama, Qwen2 and Qwen3, built from the operators alone.
 
 Shape letters: T tokens (samples joined without padding), H hidden, N heads, D head_dim.
 """
@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from rl_engine.models.config import ModelConfig
-from rl_engine.models.placement import OneRank
-from rl_engine.models.sharded import Sharded
+from rl_engine.models.exchange import exchange_of
 from rl_engine.models.weights import ModelWeights
 from rl_engine.ops import Operators
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.rope import RopeTable
-from rl_engine.ops.sample import DrawKey
+from rl_engine.ops.sample import DrawKey, refuse_nan
+from rl_engine.ops.sample.retained import retained_mask
+from rl_engine.ops.selected_logp import inverse_temperature
 from rl_engine.ops.weight import Weight
 from rl_engine.parallel import Mesh
 
@@ -46,6 +47,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q_TND, k_TND
 class LayerWeights:
     input_norm: Weight
     qkv: Weight
+    qkv_bias: Weight | None
     q_norm: Weight | None
     k_norm: Weight | None
     o: Weight
@@ -54,11 +56,12 @@ class LayerWeights:
     down: Weight
 
 
-def _layer_weights(weights: ModelWeights, index: int, qk_norm: bool) -> LayerWeights:
-    prefix = f"model.layers.{index}."
+def _layer_weights(weights: ModelWeights, index: int, config: ModelConfig) -> LayerWeights:
+    prefix, qk_norm = f"model.layers.{index}.", config.qk_norm
     return LayerWeights(
         input_norm=weights[prefix + "input_layernorm.weight"],
         qkv=weights[prefix + "self_attn.qkv_proj.weight"],
+        qkv_bias=weights[prefix + "self_attn.qkv_proj.bias"] if config.qkv_bias else None,
         q_norm=weights[prefix + "self_attn.q_norm.weight"] if qk_norm else None,
         k_norm=weights[prefix + "self_attn.k_norm.weight"] if qk_norm else None,
         o=weights[prefix + "self_attn.o_proj.weight"],
@@ -103,12 +106,15 @@ class Decoder:
         operators: providers to compute with.
         positions: longest sample that will be seen (rows of the rotary table).
         mesh: the ranks that compute together; one by default.
-        local_sums: under CP, gradients are summed per rank and folded once a step (see ``Sharded.fold_gradients``).
+        local_sums: under CP, gradients are summed per rank and folded once a step (``Exchange.fold_gradients``).
+        waits: the host may wait for the device. Without it a forward pass and what refuses a drawn token can be
+            captured by an engine that replays them: the device asserts what is a Python error otherwise.
 
     Ids, positions and layouts may be made on a CPU; they are sent to the weights' device.
 
     Raises:
         WrongDevice: a provider does not compute where the weights lie.
+        WrongShape: the attention provider has no kernel for the model's heads.
     """
 
     def __init__(
@@ -118,18 +124,17 @@ class Decoder:
         positions: int,
         mesh: Mesh | None = None,
         local_sums: bool = False,
+        waits: bool = True,
     ) -> None:
         self.config: ModelConfig = weights.config
         self.weights = weights
         self.ops = operators
         self.device = weights.device
         operators.check_device(self.device)
-        alone = mesh is None or mesh.size == 1
-        self.place = (
-            OneRank(operators, weights.sharding) if alone else Sharded(operators, weights.sharding, mesh, local_sums)
-        )
+        operators.check_head(self.config.head_dim)
+        self.exchange = exchange_of(mesh, weights.sharding, local_sums, waits)
         self.table = RopeTable.build(self.config.inverse_frequencies(), positions).to(self.device)
-        self.layers = [_layer_weights(weights, i, self.config.qk_norm) for i in range(self.config.layers)]
+        self.layers = [_layer_weights(weights, i, self.config) for i in range(self.config.layers)]
 
     @property
     def cache_heads(self) -> int:
@@ -149,29 +154,30 @@ class Decoder:
         ``layout`` is needed where gradients are; ``recompute`` keeps only each layer's input for the backward pass.
         """
         ids, positions = ids.to(self.device), positions.to(self.device)
-        stream = self.place.embedding(ids, self.weights.embedding, layout)
+        stream = self.ops.embedding(ids, self.weights.embedding, layout, self.exchange)
         for index in range(self.config.layers):
             if recompute and torch.is_grad_enabled():
                 stream = _Recomputed.apply(stream, self, index, positions, attend, layout)
             else:
                 stream = self._layer(index, stream, positions, attend, layout)
-        return self.place.norm(stream, self.weights["model.norm.weight"], self.config.norm_eps, layout)
+        norm = self.weights["model.norm.weight"]
+        return self.ops.rms_norm(stream, norm, self.config.norm_eps, layout, self.exchange)
 
     def _layer(
         self, index: int, stream: Tensor, positions: Tensor, attend: Attend, layout: PackedLayout | None
     ) -> Tensor:
-        place, layer, eps = self.place, self.layers[index], self.config.norm_eps
-        normed = place.norm(stream, layer.input_norm, eps, layout)
-        q, k, v = self._heads(place.project(normed, layer.qkv, layout))
+        ops, layer, eps, exchange = self.ops, self.layers[index], self.config.norm_eps, self.exchange
+        normed = ops.rms_norm(stream, layer.input_norm, eps, layout, exchange)
+        q, k, v = self._heads(ops.linear(normed, layer.qkv, None, layout, exchange, layer.qkv_bias))
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = place.qk_norm_rope(q, k, layer.q_norm, layer.k_norm, eps, positions, self.table, layout)
+            q, k = ops.qk_norm_rope(q, k, layer.q_norm, layer.k_norm, eps, positions, self.table, layout, exchange)
         else:
-            q, k = self.ops.rope(q, positions, self.table), self.ops.rope(k, positions, self.table)
+            q, k = ops.rope(q, positions, self.table), ops.rope(k, positions, self.table)
         attended = attend(index, q, k, v).flatten(1)
-        stream = place.project_back(attended, layer.o, stream, layout)
-        normed = place.norm(stream, layer.post_norm, eps, layout)
-        activated = self.ops.swiglu(place.project(normed, layer.gate_up, layout))
-        return place.project_back(activated, layer.down, stream, layout)
+        stream = ops.linear(attended, layer.o, stream, layout, exchange)
+        normed = ops.rms_norm(stream, layer.post_norm, eps, layout, exchange)
+        activated = ops.swiglu(ops.linear(normed, layer.gate_up, None, layout, exchange))
+        return ops.linear(activated, layer.down, stream, layout, exchange)
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Views [T, N, D] of this rank's q, k, v in the joined projection."""
@@ -181,25 +187,50 @@ class Decoder:
         return q, k, v
 
     def draw(self, hidden: Tensor, temperature: float, top_k: int, top_p: float, keys: list[DrawKey]) -> Drawn:
-        """Draws the token after each row of hidden bf16 [R, H]; one key a row, all of one seed and step."""
-        return Drawn(*self.place.draw(hidden, self.weights.head, temperature, top_k, top_p, keys))
+        """Draws the token after each row of hidden bf16 [R, H]; one key a row, all of one seed and step.
+
+        Raises:
+            NonFiniteLogits: a logit is NaN.
+        """
+        z = self.ops.logits(hidden, self.weights.head)
+        inv_t, mask = inverse_temperature(temperature), None
+        if top_k >= 0 or top_p < 1.0:  # the set depends on every column
+            mask = retained_mask(self.exchange.join_logits(z), inv_t, top_k, top_p)
+        tokens = refuse_nan(self.ops.draw(z, inv_t, mask, keys, self.exchange), self.exchange.waits)
+        logprobs, _ = self.ops.logp_from_logits(z, tokens, temperature, mask, self.exchange)
+        return Drawn(tokens, logprobs, mask)
 
     def draw_words(self, hidden: Tensor, temperature: float, words: Tensor) -> tuple[Tensor, Tensor]:
         """(tokens int64 [R], logprobs fp32 [R]) as :meth:`draw` without filters, on one rank alone, without a word to
         the host: identities ``words`` int32 [R, 5] lie on the device (seed, step, position, sample, prompt), and a NaN
         among a row's logits is token -1. What captured passes draw with."""
-        assert isinstance(self.place, OneRank)
-        return self.place.draw_words(hidden, self.weights.head, temperature, words)
+        assert self.exchange.alone
+        return self.ops.draw_and_score(self.ops.logits(hidden, self.weights.head), temperature, words)
 
     def raw_logprobs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """fp32 [R]: log-probability of tokens int64 [R] at temperature 1 over the whole vocabulary."""
-        return self.place.raw_logprobs(hidden, self.weights.head, tokens)
+        z = self.ops.logits(hidden, self.weights.head)
+        return self.ops.logp_from_logits(z, tokens, 1.0, None, self.exchange)[0]
 
     def hidden_packed(self, ids: Tensor, layout: PackedLayout, recompute: bool = False) -> Tensor:
         """bf16 [own tokens, H] of whole samples, ids int64 [T]: the training and scoring form."""
-        own = self.place.own_tokens(layout)
+        own = self.exchange.own_tokens(layout)
 
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.place.attention(q, k, v, layout)
+            return self.ops.attention_packed(q, k, v, layout, self.exchange)
 
         return self.hidden(ids[own], layout.positions[own], attend, layout, recompute)
+
+    def score(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: float,
+        mask: Tensor | None,
+        layout: PackedLayout,
+        rows: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """(logp, entropy) fp32 of this rank's share of ``rows``, places in the joined row on any device; targets and
+        mask cover all of them."""
+        targets, mask = targets.to(self.device), None if mask is None else mask.to(self.device)
+        return self.ops.score(hidden, self.weights.head, targets, temperature, mask, layout, rows, self.exchange)

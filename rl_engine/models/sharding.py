@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rl_engine.models.config import ModelConfig
-from rl_engine.ops.selected_logp.vocabulary import groups
+from rl_engine.ops.selected_logp.vocabulary import group_columns, groups
 from rl_engine.parallel import bounds
 
 MERGED = {
@@ -45,24 +45,36 @@ def merged_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     return names
 
 
+def _is_norm(name: str) -> bool:
+    return "norm" in name.rsplit(".", 2)[-2]
+
+
 @dataclasses.dataclass(frozen=True)
 class Sharding:
     """Rows of every tensor for each of ``size`` TP ranks; ``index`` is this one.
 
+    Attributes:
+        even_vocabulary: every rank has as many vocabulary groups, as engines cut it that pad the vocabulary to even
+            shares (:attr:`padded_vocabulary`); otherwise the numbers differ by one at most, and nothing is padded. No
+            bit depends on it.
+
     Raises:
-        LayoutRefused: ``size`` does not divide the query and KV heads, or exceeds the vocabulary groups.
+        LayoutRefused: ``size`` does not divide the query and KV heads, or leaves a rank without a vocabulary group.
     """
 
     config: ModelConfig
     size: int = 1
     index: int = 0
+    even_vocabulary: bool = False
 
     def __post_init__(self) -> None:
         if self.config.heads % self.size or self.config.kv_heads % self.size:
             heads = f"{self.config.heads} query and {self.config.kv_heads} KV heads"
             raise LayoutRefused(f"TP {self.size} with {heads}: it must divide both")
-        if self.size > len(groups(self.config.vocabulary)):
-            raise LayoutRefused(f"TP {self.size} with {len(groups(self.config.vocabulary))} vocabulary groups")
+        number = len(groups(self.config.vocabulary))
+        if (self.size - 1) * self._groups_each >= number if self.even_vocabulary else self.size > number:
+            shares = f", {self._groups_each} a rank: the last would have none" if self.even_vocabulary else ""
+            raise LayoutRefused(f"TP {self.size} with {number} vocabulary groups{shares}")
 
     @property
     def heads(self) -> int:
@@ -78,7 +90,7 @@ class Sharding:
         total = self.config.tensor_shapes()[name][0]
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             return self.vocabulary(rank)
-        if "norm" in name.rsplit(".", 2)[-2]:
+        if _is_norm(name):
             return 0, total
         if ".self_attn.q_proj." in name or ".self_attn.k_proj." in name or ".self_attn.v_proj." in name:
             share = total // self.size  # whole heads: TP divides them
@@ -88,8 +100,22 @@ class Sharding:
     def vocabulary(self, rank: int) -> tuple[int, int]:
         """(first, last + 1) vocabulary row on ``rank``: whole groups, ranks may own different numbers."""
         edges = groups(self.config.vocabulary)
-        first, last = bounds(len(edges), self.size)[rank]
+        if self.even_vocabulary:
+            first, last = rank * self._groups_each, min((rank + 1) * self._groups_each, len(edges))
+        else:
+            first, last = bounds(len(edges), self.size)[rank]
         return edges[first][0], edges[last - 1][1]
+
+    @property
+    def _groups_each(self) -> int:
+        """Vocabulary groups of a rank by the even rule; the last may have fewer."""
+        return -(-len(groups(self.config.vocabulary)) // self.size)
+
+    @property
+    def padded_vocabulary(self) -> int:
+        """The vocabulary's size to tell an engine that cuts it into even shares, so that its ranks' rows are those of
+        the even rule; rows from the true size on are padding."""
+        return self.size * self._groups_each * group_columns(self.config.vocabulary)
 
     def groups(self, rank: int) -> list[tuple[int, int]]:
         """(first column, last + 1) of the vocabulary groups on ``rank``."""
@@ -124,4 +150,4 @@ class Sharding:
 
     def is_replicated(self, merged: str) -> bool:
         """Whether every TP rank holds the whole weight (norms)."""
-        return len(self.config.tensor_shapes()[self._parts[merged][0]]) == 1
+        return _is_norm(merged)

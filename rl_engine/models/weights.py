@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -11,8 +11,11 @@ from torch import Tensor
 from rl_engine.families.refusal import WeightMismatch as WeightMismatch
 from rl_engine.models.config import ModelConfig
 from rl_engine.models.sharding import Sharding, merged_names
-from rl_engine.ops.weight import CPU, Part, Weight
+from rl_engine.models.shards import in_hf_order, refresh_input_shards
+from rl_engine.ops.weight import CPU, Memory, Part, Weight
 from rl_engine.parallel import Group
+
+__all__ = ["ModelWeights", "WeightMismatch", "in_hf_order", "random_tensor", "random_weights"]
 
 Read = Callable[[str, int, int], Tensor]  # (HF name, first row, last row + 1) -> tensor of any float dtype
 
@@ -30,17 +33,58 @@ class ModelWeights:
     def __init__(
         self, config: ModelConfig, read: Read, sharding: Sharding | None = None, device: torch.device = CPU
     ) -> None:
+        self._describe(config, sharding, device)
+        self._missing: dict[str, list[tuple[int, int]]] = {}
+        self._weights = {name: Weight(name, self._join(parts, read), parts) for name, parts in self._parts.items()}
+
+    @classmethod
+    def empty(cls, config: ModelConfig, sharding: Sharding | None = None, device: torch.device = CPU) -> ModelWeights:
+        """Weights to be filled by :meth:`write`; until then they hold NaN, and :meth:`missing` says what lacks."""
+        weights = cls.__new__(cls)
+        weights._describe(config, sharding, device)
+        weights._missing = {
+            part.name: [(part.offset, part.offset + part.rows)]
+            for parts in weights._parts.values()
+            for part in parts
+            if part.rows
+        }
+        weights._weights = {}
+        for name, parts in weights._parts.items():
+            shape = (sum(part.rows for part in parts), *weights._shapes[parts[0].name][1:])
+            nothing = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=device)
+            weights._weights[name] = Weight(name, nothing, parts)
+        return weights
+
+    @classmethod
+    def over(
+        cls,
+        config: ModelConfig,
+        memory: Callable[[str, tuple[int, ...]], Memory],
+        sharding: Sharding | None = None,
+        device: torch.device = CPU,
+    ) -> ModelWeights:
+        """Weights in memory that others own: ``memory`` gives that of a merged weight of a name and shape."""
+        weights = cls.__new__(cls)
+        weights._describe(config, sharding, device)
+        weights._missing, weights._weights = {}, {}
+        for name, parts in weights._parts.items():
+            shape = (sum(part.rows for part in parts), *weights._shapes[parts[0].name][1:])
+            weights._weights[name] = Weight(name, memory(name, shape), parts, shape)
+        return weights
+
+    def _describe(self, config: ModelConfig, sharding: Sharding | None, device: torch.device) -> None:
         self.config, self.device = config, device
         self.sharding = sharding or Sharding(config)
         self._shapes = config.tensor_shapes()
-        self._weights: dict[str, Weight] = {}
+        self._parts: dict[str, tuple[Part, ...]] = {}
         for merged, names in merged_names(config).items():
             first, parts = 0, []
             for name in names:
                 start, end = self.sharding.rows(name)
                 parts.append(Part(name, first, end - start, start))
                 first += end - start
-            self._weights[merged] = Weight(merged, self._join(tuple(parts), read), tuple(parts))
+            self._parts[merged] = tuple(parts)
+        self._places = {part.name: (merged, part) for merged, parts in self._parts.items() for part in parts}
 
     def _join(self, parts: tuple[Part, ...], read: Read) -> Tensor:
         tensors = []
@@ -51,6 +95,42 @@ class ModelWeights:
                 raise WeightMismatch(f"{part.name} has rows of shape {tuple(tensor.shape)}", f"{expected}")
             tensors.append(tensor.to(self.device, torch.bfloat16))
         return torch.cat(tensors) if len(tensors) > 1 else tensors[0].clone()
+
+    def write(self, name: str, first_row: int, rows: Tensor) -> int:
+        """Rows [first_row, first_row + n) of HF tensor ``name`` become ``rows`` [n, ...], of any float dtype on any
+        device, rounded to bf16. Other ranks' rows are passed over; so is a tied model's ``lm_head.weight``.
+
+        The values keep their place. Where a weight's packed copy alone is left, the rows are packed into it: the
+        weights are never held twice. K-sharded copies must be refreshed afterwards.
+
+        Returns:
+            How many of the rows this rank holds.
+
+        Raises:
+            WeightMismatch: no such tensor, or rows that it does not have.
+        """
+        if name == "lm_head.weight" and self.config.tied:
+            return 0
+        if name not in self._places:
+            raise WeightMismatch(f"the model has no tensor {name}")
+        shape, last = self._shapes[name], first_row + rows.shape[0]
+        if tuple(rows.shape[1:]) != shape[1:] or not 0 <= first_row <= last <= shape[0]:
+            found = f"rows {first_row} to {last} of shape {tuple(rows.shape)}"
+            raise WeightMismatch(f"{name}: {found}, expected rows of a tensor of shape {shape}")
+        merged, part = self._places[name]
+        start, end = max(first_row, part.offset), min(last, part.offset + part.rows)
+        if start >= end:
+            return 0
+        self[merged].write_rows(part.first + start - part.offset, rows[start - first_row : end - first_row])
+        if name in self._missing:
+            self._missing[name] = without(self._missing[name], start, end)
+            if not self._missing[name]:
+                del self._missing[name]
+        return end - start
+
+    def missing(self) -> dict[str, list[tuple[int, int]]]:
+        """HF name -> (first, last + 1) of this rank's rows that nobody has written since :meth:`empty`."""
+        return {name: list(rows) for name, rows in self._missing.items()}
 
     def __getitem__(self, name: str) -> Weight:
         return self._weights[name]
@@ -74,29 +154,32 @@ class ModelWeights:
     def load(self, read: Read) -> None:
         """Replaces every weight by what ``read`` gives; K-sharded copies must be refreshed afterwards.
 
-        On a GPU the values keep their place, so that captured passes over them hold.
+        On a GPU and in memory of others the values keep their place, so that captured passes over them hold.
 
         Raises:
             WeightMismatch: rows of another shape.
         """
         for weight in self:
             fresh = self._join(weight.parts, read)
-            if weight.value.is_cuda:
+            if weight.memory.fixed:
                 with torch.no_grad():
                     weight.value.copy_(fresh)
             else:
                 weight.value = fresh.contiguous().requires_grad_(weight.value.requires_grad)
+            weight.mark_changed()
+        self._missing.clear()
 
     def export_rows(self) -> dict[str, tuple[int, Tensor]]:
-        """HF name -> (first row, bf16 view of this rank's rows), in canonical order."""
+        """HF name -> (first row, bf16 rows of this rank), in canonical order: views, or copies out of a packed weight
+        whose value was dropped."""
         return {
-            part.name: (part.offset, weight.value[part.first : part.first + part.rows])
+            part.name: (part.offset, weight.rows(part.first, part.first + part.rows))
             for weight in self
             for part in weight.parts
         }
 
     def export(self) -> dict[str, Tensor]:
-        """HF name -> bf16 view of this rank's rows (all of them without sharding), in canonical order."""
+        """HF name -> bf16 rows of this rank (all of them without sharding), as :meth:`export_rows`."""
         return {name: rows for name, (_, rows) in self.export_rows().items()}
 
     def clone(self) -> ModelWeights:
@@ -110,35 +193,15 @@ class ModelWeights:
         return ModelWeights(self.config, read, self.sharding, self.device)
 
     def refresh_input_shards(self, tp: Group) -> None:
-        """Exchanges rows for input columns: every linear gets its second copy, all rows of this rank's input slice.
-
-        The input gradient then is one chain over all canonical columns, computed whole by one rank.
-        """
-        if tp.size == 1:
-            return
-        for weight in self:
-            if len(weight.shape) == 1 or weight in (self.embedding, self.head):
-                continue
-            slices = [self.sharding.inputs(weight.name, rank) for rank in range(tp.size)]
-            first, last = slices[tp.index]
-            rows = [self.sharding.part_rows(weight.name, rank) for rank in range(tp.size)]
-            value = weight.value.detach()
-            received = tp.all_to_all(
-                [value[:, a:b].contiguous() for a, b in slices],
-                [(sum(counts), last - first) for counts in rows],
-                purpose="weights",
-            )
-            copy, total = in_hf_order(received, rows, 0), sum(map(sum, rows))
-            weight.input_shard = Weight(f"{weight.name}.inputs", copy, (Part(weight.name, 0, total),))
+        """Exchanges rows for input columns (:func:`rl_engine.models.shards.refresh_input_shards`) of every linear."""
+        linears = [w for w in self if len(w.shape) > 1 and w not in (self.embedding, self.head)]
+        refresh_input_shards(linears, self.sharding, tp)
 
 
-def in_hf_order(pieces: Sequence[Tensor], counts: Sequence[Sequence[int]], axis: int) -> Tensor:
-    """Every TP rank's rows of a merged weight (or columns of what it makes), joined tensor by tensor.
-
-    ``counts``: for every rank, its rows of each HF tensor (``Sharding.part_rows``).
-    """
-    cut = [piece.split(list(rows), axis) for piece, rows in zip(pieces, counts, strict=True)]
-    return torch.cat([part for parts in zip(*cut, strict=True) for part in parts], axis)
+def without(ranges: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
+    """What of disjoint ``ranges`` [a, b) lies outside [first, last)."""
+    pieces = [piece for a, b in ranges for piece in ((a, min(b, first)), (max(a, last), b))]
+    return [(a, b) for a, b in pieces if a < b]
 
 
 def random_tensor(config: ModelConfig, name: str, seed: int) -> Tensor:

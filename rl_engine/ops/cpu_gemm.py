@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -13,13 +15,50 @@ PANEL = 32
 
 
 def pack(weight: Weight, *, drop_value: bool = False) -> None:
-    """Packs ``weight`` [N, K] into column panels, once per update: decoding reads it without a copy."""
+    """Packs ``weight`` [N, K] into column panels, once per update: decoding reads it without a copy.
+
+    With ``drop_value`` the panels alone are left; rows are then written into them and read out of them.
+    """
     n, k = weight.shape
     if weight.packed is None:
         weight.packed = torch.empty(-(-n // PANEL), (k + 1) // 2, PANEL, dtype=torch.int32)
+        weight.pack_rows = functools.partial(pack_rows, weight.packed, k)
+        weight.read_rows = functools.partial(unpack_rows, weight.packed, k)
     load().rlk_pack(n, k, weight.value.data_ptr(), 1, k, weight.packed.data_ptr())
+    weight.stale = False
     if drop_value:
         weight.value = weight.value.new_empty(0)
+
+
+def pack_rows(panels: Tensor, depth: int, first: int, rows: Tensor) -> None:
+    """Rows [first, first + n) of a packed weight become ``rows`` bf16 [n, depth]; whole panels by the C kernel."""
+    last = first + rows.shape[0]
+    assert rows.shape[1] == depth and rows.dtype == torch.bfloat16 and first >= 0 and last <= panels.shape[0] * PANEL
+    rows = rows.contiguous()
+    start, stop = -(-first // PANEL) * PANEL, last // PANEL * PANEL
+    if start < stop:
+        whole = rows[start - first : stop - first]
+        load().rlk_pack(stop - start, depth, whole.data_ptr(), 1, depth, panels[start // PANEL :].data_ptr())
+    edges = [(first, last)] if start >= stop else [(first, start), (stop, last)]
+    for begin, end in edges:
+        while begin < end:  # at most two panels an edge
+            until = min(end, begin // PANEL * PANEL + PANEL)
+            pairs = torch.nn.functional.pad(rows[begin - first : until - first], (0, depth % 2)).unflatten(1, (-1, 2))
+            columns = slice(begin % PANEL, begin % PANEL + until - begin)
+            _halves(panels)[begin // PANEL, :, columns].copy_(pairs.flip(2).transpose(0, 1))
+            begin = until
+
+
+def unpack_rows(panels: Tensor, depth: int, first: int, last: int) -> Tensor:
+    """bf16 [last - first, depth]: rows of a packed weight, as they were packed."""
+    begin = first // PANEL
+    pairs = _halves(panels)[begin : -(-last // PANEL)].transpose(1, 2).flip(3)
+    return pairs.flatten(2).flatten(0, 1)[first - begin * PANEL : last - begin * PANEL, :depth].contiguous()
+
+
+def _halves(panels: Tensor) -> Tensor:
+    """Words int32 [panels, pairs, 32] as bf16 [panels, pairs, 32, 2]: the later k of a pair stands first."""
+    return panels.view(torch.bfloat16).unflatten(2, (PANEL, 2))
 
 
 def times_weight(
@@ -34,9 +73,11 @@ def times_weight(
     """x bf16 [T, K] times W[N, K]^T: bf16 [T, N], or fp32; ``columns`` (first, last) takes a slice of N.
 
     Written into ``out`` (contiguous columns) where it is given. With a packed weight a slice must start at a multiple
-    of 32.
+    of 32; one that changed since is packed again first.
     """
     n, k = weight.shape
+    if weight.stale:
+        pack(weight)
     first, last = columns or (0, n)
     x = x.contiguous()
     dtype = torch.float32 if out_f32 else torch.bfloat16

@@ -9,6 +9,8 @@ import itertools
 import torch
 from torch import Tensor
 
+Runs = tuple[tuple[int, int, int], ...]  # (sample, first position, count), ascending
+
 
 @dataclasses.dataclass(frozen=True)
 class PackedLayout:
@@ -51,7 +53,17 @@ class PackedLayout:
         """int64 [tokens]: position inside the sample."""
         return torch.cat([torch.arange(length) for length in self.lengths])
 
+    def unit_rows(self, rows: Tensor) -> list[tuple[int, int]]:
+        """(first, last + 1) among ``rows``, ascending int64 places of tokens, of every fold unit that has some."""
+        ends = torch.searchsorted(rows, self.unit_offsets.to(rows.device)).tolist()
+        return [(first, last) for first, last in itertools.pairwise(ends) if last > first]
+
     def blocks(self, size: int) -> Tensor:
         """int64 [n, 2]: (sample, first position) of every block of ``size`` positions."""
         rows = [(s, first) for s, length in enumerate(self.lengths) for first in range(0, length, size)]
         return torch.tensor(rows, dtype=torch.int64)
+
+
+def whole_runs(layout: PackedLayout) -> Runs:
+    """One run a sample."""
+    return tuple((sample, 0, length) for sample, length in enumerate(layout.lengths))

@@ -13,99 +13,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from rl_engine.numerics.providers import CAPABILITIES, FUSED, REGISTRY, capabilities, control, defaults
 from rl_engine.ops.adamw import AdamScalars
-from rl_engine.ops.attention.static import DecodeBatch, attend
+from rl_engine.ops.attention.paged import PagedBatch
+from rl_engine.ops.attention.static import DecodeBatch
+from rl_engine.ops.exchange import ALONE, Exchange
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.rope import FusedRope, RopeTable
 from rl_engine.ops.sample import DrawKey
 from rl_engine.ops.selected_logp import LogpState, inverse_temperature
 from rl_engine.ops.weight import CPU, Weight
 
-# operator -> provider name -> (module, class)
-REGISTRY: dict[str, dict[str, tuple[str, str]]] = {
-    "embedding": {
-        "reference": ("embedding.reference", "ReferenceEmbedding"),
-        "cpu": ("embedding.cpu", "CpuEmbedding"),
-        "torch": ("embedding.reference", "ReferenceEmbedding"),
-        "stock": ("embedding.stock", "StockEmbedding"),
-        "triton": ("embedding.triton", "TritonEmbedding"),
-    },
-    "linear": {
-        "reference": ("linear.reference", "ReferenceLinear"),
-        "cpu": ("linear.cpu", "CpuLinear"),
-        "torch": ("linear.reference", "FallbackLinear"),
-        "stock": ("linear.stock", "StockLinear"),
-        "triton": ("linear.triton", "TritonLinear"),
-        "cublaslt": ("linear.cublaslt", "LtLinear"),
-    },
-    "rms_norm": {
-        "reference": ("rms_norm.reference", "ReferenceNorm"),
-        "cpu": ("rms_norm.cpu", "CpuNorm"),
-        "torch": ("rms_norm.reference", "ReferenceNorm"),
-        "stock": ("rms_norm.stock", "StockNorm"),
-        "triton": ("rms_norm.triton", "TritonNorm"),
-    },
-    "rope": {
-        "reference": ("rope.reference", "ReferenceRope"),
-        "cpu": ("rope.cpu", "CpuRope"),
-        "torch": ("rope.reference", "ReferenceRope"),
-        "stock": ("rope.stock", "StockRope"),
-        "triton": ("rope.triton", "TritonRope"),
-    },
-    "attention": {
-        "reference": ("attention.reference", "ReferenceAttention"),
-        "cpu": ("attention.cpu", "CpuAttention"),
-        "torch": ("attention.reference", "FallbackAttention"),
-        "stock": ("attention.stock", "StockAttention"),
-        "triton": ("attention.triton", "TritonAttention"),
-    },
-    "swiglu": {
-        "reference": ("swiglu.reference", "ReferenceSwiglu"),
-        "cpu": ("swiglu.cpu", "CpuSwiglu"),
-        "torch": ("swiglu.reference", "ReferenceSwiglu"),
-        "stock": ("swiglu.stock", "StockSwiglu"),
-        "triton": ("swiglu.triton", "TritonSwiglu"),
-    },
-    "lm_head": {
-        "reference": ("lm_head.reference", "ReferenceHead"),
-        "cpu": ("lm_head.cpu", "CpuHead"),
-        "torch": ("lm_head.reference", "FallbackHead"),
-        "stock": ("lm_head.stock", "StockHead"),
-        "triton": ("lm_head.triton", "TritonHead"),
-        "cublaslt": ("lm_head.cublaslt", "LtHead"),
-    },
-    "selected_logp": {
-        "reference": ("selected_logp.reference", "ReferenceLogp"),
-        "cpu": ("selected_logp.cpu", "CpuLogp"),
-        "torch": ("selected_logp.reference", "ReferenceLogp"),
-        "stock": ("selected_logp.stock", "StockLogp"),
-        "triton": ("selected_logp.triton", "TritonLogp"),
-    },
-    "sample": {
-        "reference": ("sample.reference", "ReferenceSample"),
-        "cpu": ("sample.cpu", "CpuSample"),
-        "torch": ("sample.reference", "ReferenceSample"),
-        "triton": ("sample.triton", "TritonSample"),
-    },
-    "adamw": {
-        "reference": ("adamw.reference", "ReferenceAdam"),
-        "cpu": ("adamw.cpu", "CpuAdam"),
-        "torch": ("adamw.reference", "ReferenceAdam"),
-        "triton": ("adamw.triton", "TritonAdam"),
-    },
-    "grad_norm": {
-        "reference": ("grad_norm.reference", "ReferenceNormBins"),
-        "cpu": ("grad_norm.cpu", "CpuNormBins"),
-        "torch": ("grad_norm.reference", "ReferenceNormBins"),
-        "triton": ("grad_norm.triton", "TritonNormBins"),
-    },
-}
-GPU = ("triton", "cublaslt")  # providers that need Triton and a GPU
-ANYWHERE = ("stock",)  # torch's own, on whatever device torch has; all others compute on a CPU
-REGISTRY["qk_norm"] = REGISTRY["rms_norm"]
 OPERATORS = tuple(sorted(REGISTRY))
-# What one provider of several operators does in one call, counted under its own name -> those operators
-FUSED = {"qk_norm_rope": ("qk_norm", "rope")}
 
 
 class UnknownProvider(ValueError):
@@ -114,6 +33,13 @@ class UnknownProvider(ValueError):
 
 class WrongDevice(ValueError):
     """A provider that cannot compute where the weights lie."""
+
+
+class WrongShape(ValueError):
+    """A provider that has no kernel for the model's shape."""
+
+
+DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}  # torch's device types in words
 
 
 def provider(operator: str, name: str) -> Any:
@@ -133,9 +59,10 @@ def uniform(name: str, update: str | None = None) -> dict[str, str]:
     ``gpu`` is the set of an NVIDIA GPU: products by the proven table (``cublaslt``), everything else in Triton.
     """
     if name == "gpu":
-        return {op: "cublaslt" if "cublaslt" in REGISTRY[op] else "triton" for op in OPERATORS}
-    own = {"sample", "adamw", "grad_norm"}
-    return {op: (update or "cpu") if name == "stock" and op in own else name for op in OPERATORS}
+        return defaults("cuda")
+    if name in CAPABILITIES and not capabilities(name).contract:
+        return control(dict.fromkeys(OPERATORS, update or "cpu"))
+    return dict.fromkeys(OPERATORS, name)
 
 
 @functools.cache
@@ -186,9 +113,26 @@ class Operators:
             WrongDevice: a provider computes on another kind of device.
         """
         for operator, name in sorted(self.names.items()):
-            if name not in ANYWHERE and (name in GPU) != (device.type == "cuda"):
-                where = "a GPU" if name in GPU else "a CPU"
+            devices = capabilities(name).devices
+            if devices and device.type not in devices:
+                where = " or ".join(DEVICES.get(kind, kind) for kind in devices)
                 raise WrongDevice(f"provider {name} of {operator} computes on {where}, the weights lie on {device}")
+
+    def check_head(self, width: int) -> None:
+        """
+        Raises:
+            WrongShape: the attention provider has no kernel for heads of ``width``.
+        """
+        name = self.names["attention"]
+        known = capabilities(name).head_dims
+        if known and width not in known:
+            words = ", ".join(str(each) for each in known)
+            raise WrongShape(f"the {name} attention provider knows head_dim {words}, not {width}")
+
+    @property
+    def captures(self) -> bool:
+        """Whether a decode pass of all these providers can be captured as a device graph."""
+        return all(capabilities(name).captures for name in self.names.values())
 
     def count(self, operator: str, x: Tensor) -> None:
         """Counts one call of ``operator`` on the rows of ``x``."""
@@ -199,7 +143,7 @@ class Operators:
             self._counted[operator].rows += rows
 
     def provider(self, operator: str) -> Any:
-        """The provider's kernels, for code that moves partials between ranks; it counts its own calls."""
+        """The provider's kernels, for code that counts its own calls."""
         return self._providers[operator]
 
     def _use(self, operator: str, x: Tensor) -> Any:
@@ -239,45 +183,40 @@ class Operators:
         ]
 
     def pack(self, weights: list[Weight], *, drop_value: bool) -> None:
-        """Prepares 2-D weights for decoding where the linear provider reads packed panels."""
-        if self.names["linear"] == "cpu" and self.names["lm_head"] == "cpu":
-            from rl_engine.ops import cpu_gemm
-
+        """Prepares 2-D weights for decoding where linear and head read weights packed in one layout."""
+        layouts = {capabilities(self.names[operator]).packing for operator in ("linear", "lm_head")}
+        if len(layouts) == 1 and "" not in layouts:
             for weight in weights:
-                cpu_gemm.pack(weight, drop_value=drop_value)
+                self._providers["linear"].pack(weight, drop_value=drop_value)
 
-    def embedding(self, ids: Tensor, weight: Weight) -> Tensor:
-        return self._use("embedding", ids)(ids, weight)
+    def embedding(
+        self, ids: Tensor, weight: Weight, layout: PackedLayout | None = None, exchange: Exchange = ALONE
+    ) -> Tensor:
+        return self._use("embedding", ids)(ids, weight, layout, exchange)
 
     def finish_embedding(self, weight: Weight) -> None:
         self._providers["embedding"].finish(weight)
 
     def linear(
-        self, x: Tensor, weight: Weight, residual: Tensor | None = None, layout: PackedLayout | None = None
+        self,
+        x: Tensor,
+        weight: Weight,
+        residual: Tensor | None = None,
+        layout: PackedLayout | None = None,
+        exchange: Exchange = ALONE,
+        bias: Weight | None = None,
     ) -> Tensor:
-        return self._use("linear", x)(x, weight, residual, layout)
+        return self._use("linear", x)(x, weight, residual, layout, exchange, bias)
 
-    def linear_forward(self, x: Tensor, weight: Weight, residual: Tensor | None) -> Tensor:
-        """The forward kernel alone; the caller records backward."""
-        return self._use("linear", x).forward(x, weight, residual)
+    def rms_norm(
+        self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None = None, exchange: Exchange = ALONE
+    ) -> Tensor:
+        return self._use("rms_norm", x)(x, weight, eps, layout, exchange)
 
-    def add_weight_rows(self, dy: Tensor, x: Tensor, layout: PackedLayout, grad: Tensor) -> None:
-        """The linear provider's ``add_weight_gradient`` of any rows of dW, as a CP rank has them: grad fp32 [rows, K].
-
-        A proven table names the rows of TP ranks alone.
-        """
-        if self.names["linear"] == "cublaslt":
-            from rl_engine.ops.linear.slices import add_rows
-
-            add_rows(dy, x, layout, grad)
-        else:
-            self._providers["linear"].add_weight_gradient(dy, x, layout, grad)
-
-    def rms_norm(self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None = None) -> Tensor:
-        return self._use("rms_norm", x)(x, weight, eps, layout)
-
-    def qk_norm(self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None = None) -> Tensor:
-        return self._use("qk_norm", x)(x, weight, eps, layout)
+    def qk_norm(
+        self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None = None, exchange: Exchange = ALONE
+    ) -> Tensor:
+        return self._use("qk_norm", x)(x, weight, eps, layout, exchange)
 
     def rope(self, x: Tensor, positions: Tensor, table: RopeTable) -> Tensor:
         return self._use("rope", x)(x, positions, table)
@@ -297,27 +236,47 @@ class Operators:
         positions: Tensor,
         table: RopeTable,
         layout: PackedLayout | None = None,
+        exchange: Exchange = ALONE,
     ) -> tuple[Tensor, Tensor]:
         """q and k normed, then rotated: by the fused operator where the providers have one, to the same bits."""
         if self.fuses_qk_norm(q.shape[2]):
             self.count("qk_norm_rope", q)
             fused: FusedRope = self._providers["rope"]
-            return fused.with_norm(q, k, q_norm, k_norm, eps, positions, table, layout)
-        q, k = self.qk_norm(q, q_norm, eps, layout), self.qk_norm(k, k_norm, eps, layout)
+            norm = self._providers["qk_norm"]
+            return fused.with_norm(q, k, q_norm, k_norm, eps, positions, table, layout, norm, exchange)
+        q, k = self.qk_norm(q, q_norm, eps, layout, exchange), self.qk_norm(k, k_norm, eps, layout, exchange)
         return self.rope(q, positions, table), self.rope(k, positions, table)
 
-    def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
-        return self._use("attention", q).packed(q, k, v, layout)
+    def attention_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, exchange: Exchange = ALONE
+    ) -> Tensor:
+        return self._use("attention", q).packed(q, k, v, layout, exchange)
 
     def attention_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: Any, layer: int, batch: Any) -> Tensor:
         return self._use("attention", q).cached(q, k, v, cache, layer, batch)
 
     def attention_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: Any, layer: int, batch: DecodeBatch) -> Tensor:
         """As ``attention_cached``; a graph that captured it may be replayed with other positions, slots and tables."""
-        provider = self._use("attention", q)
-        if self.names["attention"] in GPU:
-            return attend(provider, q, k, v, cache, layer, batch)
-        return provider.cached(q, k, v, cache, layer, batch)
+        return self._use("attention", q).cached(q, k, v, cache, layer, batch)
+
+    def attention_over_pages(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: PagedBatch,
+        *,
+        settled: bool = False,
+    ) -> Tensor:
+        """As ``attention_cached`` over pages that somebody else owns; see ``AttentionProvider.over_pages``."""
+        return self._use("attention", q).over_pages(q, k, v, k_pages, v_pages, batch, settled=settled)
+
+    def paired_pages(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """(k_pages, v_pages): views of one tensor of keys and values, see ``AttentionProvider.paired_pages``."""
+        found: tuple[Tensor, Tensor] = self._providers["attention"].paired_pages(pages)
+        return found
 
     def new_cache(
         self, layers: int, kv_heads: int, width: int, pages: int, page: int, device: torch.device = CPU
@@ -332,9 +291,9 @@ class Operators:
         return self._use("lm_head", hidden).logits(hidden, weight)
 
     def logp_from_logits(
-        self, z: Tensor, targets: Tensor, temperature: float, mask: Tensor | None
+        self, z: Tensor, targets: Tensor, temperature: float, mask: Tensor | None, exchange: Exchange = ALONE
     ) -> tuple[Tensor, Tensor]:
-        return self._use("selected_logp", z).from_logits(z, targets, temperature, mask)
+        return self._use("selected_logp", z).from_logits(z, targets, temperature, mask, exchange)
 
     def score(
         self,
@@ -345,12 +304,15 @@ class Operators:
         mask: Tensor | None,
         layout: PackedLayout,
         rows: Tensor,
+        exchange: Exchange = ALONE,
     ) -> tuple[Tensor, Tensor]:
-        head = self._use("lm_head", rows)
-        return self._use("selected_logp", rows).score(hidden, weight, targets, temperature, mask, layout, rows, head)
+        head, scorer = self._use("lm_head", rows), self._use("selected_logp", rows)
+        return scorer.score(hidden, weight, targets, temperature, mask, layout, rows, head, exchange)
 
-    def draw(self, z: Tensor, inv_t: float, mask: Tensor | None, keys: list[DrawKey]) -> Tensor:
-        return self._use("sample", z).draw(z, inv_t, mask, keys)
+    def draw(
+        self, z: Tensor, inv_t: float, mask: Tensor | None, keys: list[DrawKey], exchange: Exchange = ALONE
+    ) -> Tensor:
+        return self._use("sample", z).draw(z, inv_t, mask, keys, exchange)
 
     def draw_and_score(self, z: Tensor, temperature: float, words: Tensor) -> tuple[Tensor, Tensor]:
         """(tokens int64 [R], logprobs fp32 [R]) of draws from all columns of logits z fp32 [R, V], identities int32
@@ -366,7 +328,14 @@ class Operators:
         return self._use("grad_norm", grads[0]).bins(*grads)
 
     def adamw(
-        self, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, weight: Tensor, clip: float, scalars: AdamScalars
+        self,
+        master: Tensor,
+        m: Tensor,
+        v: Tensor,
+        grad: Tensor,
+        weight: Tensor | None,
+        clip: float,
+        scalars: AdamScalars,
     ) -> Tensor:
         with torch.no_grad():
             return self._use("adamw", grad).update(master, m, v, grad, weight, clip, scalars)

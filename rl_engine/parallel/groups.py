@@ -4,6 +4,9 @@ Three transports, chosen when the ranks meet. Between CPU processes: gloo. Betwe
 uint8 alone, so that it moves and never adds; an exchange is over when it returns, so that its inputs may be written
 again, its results read from any stream, and a lost peer is an error here and no hanging kernel elsewhere. Between ranks
 that share a GPU, which NCCL refuses, or where torch has no NCCL: gloo, staged through pinned host memory.
+
+Ranks that have met already, in an engine of somebody else, exchange over its process groups (:func:`mesh_over`): by the
+same transports, or by one that never waits on the host, so that a graph can capture it (:class:`StreamTransport`).
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -149,7 +152,61 @@ class NcclTransport:
         self.gather(torch.ones(1, dtype=torch.uint8, device=self.device), dist.get_world_size(self.handle))
 
 
-Transport = HostTransport | NcclTransport
+class StreamTransport:
+    """Any backend of torch, on the stream in force: the host never waits, so a graph can capture an exchange.
+
+    The price: inputs and results belong to that stream until somebody waits for it, and a lost peer shows when the
+    owner of the process group looks, by its own time limit. Sizes are the host's, so a replay exchanges the same ones.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    def gather(self, mine: Tensor, size: int) -> list[Tensor]:
+        if not mine.numel():
+            return [torch.empty_like(mine) for _ in range(size)]
+        found = torch.empty(size * mine.numel(), dtype=mine.dtype, device=mine.device)
+        dist.all_gather_into_tensor(found, mine, group=self.handle)
+        return list(found.view(size, -1))
+
+    def exchange(self, out: Tensor, sizes_out: list[int], sizes_in: list[int]) -> list[Tensor]:
+        found = torch.empty(sum(sizes_in), dtype=torch.uint8, device=out.device)
+        dist.all_to_all_single(found, out, sizes_in, sizes_out, group=self.handle)
+        return list(found.split(sizes_in))
+
+    def send(self, data: Tensor, rank: int) -> None:
+        if data.numel():
+            dist.send(data, dst=rank, group=self.handle)
+
+    def receive(self, size: int, rank: int, device: torch.device) -> Tensor:
+        data = torch.empty(size, dtype=torch.uint8, device=device)
+        if size:
+            dist.recv(data, src=rank, group=self.handle)
+        return data
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.handle)
+
+
+class Transport(Protocol):
+    """Moves bytes (uint8) among a group's members; ``rank`` is a global one, ``handle`` the process group."""
+
+    handle: Any
+
+    def gather(self, mine: Tensor, size: int) -> list[Tensor]:
+        """Every member's bytes, ``mine`` of one length on all ``size`` of them, in group order."""
+
+    def exchange(self, out: Tensor, sizes_out: list[int], sizes_in: list[int]) -> list[Tensor]:
+        """``out`` cut into ``sizes_out`` goes to the members in order; what they sent here, of ``sizes_in``."""
+
+    def send(self, data: Tensor, rank: int) -> None:
+        """``data`` to ``rank``, which calls :meth:`receive`."""
+
+    def receive(self, size: int, rank: int, device: torch.device) -> Tensor:
+        """``size`` bytes of ``rank``, on ``device``."""
+
+    def barrier(self) -> None:
+        """Returns when every member is here."""
 
 
 class Group:
@@ -243,7 +300,7 @@ class Mesh:
     def sent(self) -> dict[str, int]:
         """Bytes this rank sent, by purpose."""
         total: collections.Counter[str] = collections.Counter()
-        for group in (self.tp, self.cp, self.world):
+        for group in {id(group): group for group in (self.tp, self.cp, self.world)}.values():
             total.update(group.sent)
         return dict(total)
 
@@ -251,6 +308,63 @@ class Mesh:
 def single_mesh() -> Mesh:
     """One process, no communication."""
     return Mesh(Group((0,), 0), Group((0,), 0), Group((0,), 0))
+
+
+def group_over(
+    handle: Any,
+    *,
+    device: torch.device = CPU,
+    ranks: Sequence[int] | None = None,
+    transport: Transport | None = None,
+    timeout: datetime.timedelta = TIMEOUT,
+) -> Group:
+    """A group over a process group that others made and keep; nothing is exchanged to make it.
+
+    Args:
+        handle: as its owner hands it out (a wrapper that can be loaded again included): it is passed to
+            ``torch.distributed`` at every exchange and never looked into. None stands for this process alone.
+        device: where this rank computes.
+        ranks: its global ranks in group order, where ``torch.distributed`` cannot tell them for this handle.
+        transport: what moves the bytes. By default the handle's backend decides: with gloo through host memory, with
+            NCCL an exchange is over when it returns (:class:`NcclTransport`); ``StreamTransport(handle)`` can be
+            captured.
+        timeout: of one exchange by NCCL.
+
+    Raises:
+        NoTransport: this process is no member, or the backend is neither gloo nor NCCL and no transport is given.
+    """
+    if handle is None:
+        here = dist.get_rank() if dist.is_initialized() else 0
+        return Group((here,), 0)
+    members, here = tuple(ranks or dist.get_process_group_ranks(handle)), dist.get_rank()
+    if here not in members:
+        raise NoTransport(f"rank {here} is no member of the group of ranks {list(members)}")
+    if transport is None and len(members) > 1:
+        backend = dist.get_backend(handle)
+        if backend not in ("gloo", "nccl"):
+            raise NoTransport(f"a group with backend {backend}: give a transport (StreamTransport takes any backend)")
+        transport = NcclTransport(handle, device, timeout) if backend == "nccl" else HostTransport(handle)
+    return Group(members, members.index(here), transport)
+
+
+def mesh_over(tp: Group, cp: Group | None = None, world: Group | None = None) -> Mesh:
+    """A mesh of groups that exist (:func:`group_over`).
+
+    Args:
+        cp: by default this process alone.
+        world: all ranks of the model copy; may be left out where there is tensor or context parallelism alone.
+
+    Raises:
+        NoTransport: TP x CP ranks are not those of ``world``, or there is no ``world`` and both are parallel.
+    """
+    cp = cp or Group((tp.ranks[tp.index],), 0)
+    if world is None:
+        if tp.size > 1 and cp.size > 1:
+            raise NoTransport("tensor and context parallel ranks: give the group of them all")
+        world = tp if cp.size == 1 else cp
+    if world.size != tp.size * cp.size or not {*tp.ranks, *cp.ranks} <= {*world.ranks}:
+        raise NoTransport(f"TP ranks {tp.ranks} and CP ranks {cp.ranks} do not make up the ranks {world.ranks}")
+    return Mesh(tp, cp, world)
 
 
 def nccl_available() -> bool:

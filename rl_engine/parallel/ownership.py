@@ -37,6 +37,13 @@ def zigzag_runs(length: int, parts: int) -> list[list[tuple[int, int]]]:
     ]
 
 
+def join_columns(group: Group, x: Tensor, slices: Sequence[tuple[int, int]], *, purpose: str) -> Tensor:
+    """Whole rows [T, ...] of every rank's contiguous columns x [T, own]."""
+    if group.size == 1:
+        return x
+    return torch.cat(group.all_gather(x, [(x.shape[0], b - a) for a, b in slices], purpose=purpose), dim=1)
+
+
 @dataclasses.dataclass(frozen=True)
 class ContextLayout:
     """Which tokens of packed samples each CP rank owns.
@@ -97,6 +104,20 @@ class ContextLayout:
         shapes = [(len(places), *x.shape[1:]) for places in self.places]
         rows = group.all_gather(x, shapes, purpose=purpose)
         return self.merge(rows)
+
+    def columns(self, group: Group, x: Tensor, axis: int, *, purpose: str) -> Tensor:
+        """All tokens of this rank's slice of ``axis``, in logical order, of own tokens x [own tokens, ...]."""
+        if self.parts == 1:
+            return x
+        slices = bounds(x.shape[axis], self.parts)
+        shape = list(x.shape)
+        shape[axis] = slices[self.index][1] - slices[self.index][0]
+        received = group.all_to_all(
+            [x.narrow(axis, a, b - a).contiguous() for a, b in slices],
+            [(len(places), *shape[1:]) for places in self.places],
+            purpose=purpose,
+        )
+        return self.merge(received)
 
     def merge(self, parts: Sequence[Tensor]) -> Tensor:
         """Every rank's rows [its tokens, ...] in logical order [tokens, ...]."""

@@ -56,19 +56,22 @@ def main(argv: list[str] | None = None) -> int:
 
     from rl_engine.models.config import UnsupportedModel, parse_config, read_config
     from rl_engine.numerics.contract import Contract
+    from rl_engine.numerics.providers import capabilities, judged
     from rl_engine.ops import library, uniform
     from rl_engine.qualify.proof import prove
     from rl_engine.qualify.status import remember
 
     usual = "gpu" if torch.cuda.is_available() else "cpu" if library.available() else "torch"
     name = arguments.provider or usual
-    if name not in ("cpu", "torch", "gpu"):
-        raise UserError(f"--provider {name}", "cpu, torch or gpu", "leave it out to prove what runs use")
+    known = judged()
+    if name not in (*known, "gpu"):
+        words = f"{', '.join(known)} or gpu"
+        raise UserError(f"--provider {name}", words, "leave it out to prove what runs use")
     if name == "gpu" and not torch.cuda.is_available():
         raise UserError("no GPU that torch sees", "a GPU for --provider gpu", "leave the flag out here")
     threads = arguments.threads or os.cpu_count() or 1
     torch.set_num_threads(threads)
-    if name == "cpu":
+    if name in known and capabilities(name).compiled:
         library.set_threads(threads)
     try:
         config = read_config(arguments.model_root) if arguments.model_root else parse_config(DEMO_SHAPE)
@@ -79,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(error.found, error.expected, error.hint) from error
     if name == "gpu":
         return _gpu(config, _sizes(config, arguments.tp or ()), again=arguments.again, as_json=arguments.json)
-    contract = Contract(gemm="chain" if name == "cpu" else "chain256")
+    contract = Contract(gemm=capabilities(name).gemm)
     result = prove(config, [uniform(name)], contract)
     remember(contract.id, result.digest, len(result.failed))
     if arguments.json:

@@ -22,10 +22,11 @@ from torch import Tensor
 from rl_engine.models.config import ModelConfig
 from rl_engine.models.sharding import LayoutRefused, Sharding, merged_names
 from rl_engine.numerics.contract import Contract
+from rl_engine.numerics.providers import Capabilities, capabilities
 from rl_engine.ops import operators
 from rl_engine.ops.adamw import AdamScalars
 from rl_engine.ops.layout import PackedLayout
-from rl_engine.ops.operators import GPU, OPERATORS, provider
+from rl_engine.ops.operators import OPERATORS, provider
 from rl_engine.ops.rms_norm import as_heads
 from rl_engine.ops.rope import RopeTable
 from rl_engine.ops.sample import DrawKey
@@ -83,12 +84,6 @@ def order_revealing(rows: int, depth: int, generator: torch.Generator) -> Tensor
 Pair = tuple[str, Tensor, Tensor]  # (what, the provider's result, the reference's)
 
 
-def _pack(weight: Weight) -> None:
-    from rl_engine.ops import cpu_gemm
-
-    cpu_gemm.pack(weight)
-
-
 class _Prover:
     """Runs one operator's provider and its reference on the same inputs."""
 
@@ -120,7 +115,8 @@ class _Prover:
         }
         for operator in OPERATORS:
             name = self.names[operator]
-            if name == "stock" or name in GPU or (operator == "qk_norm" and not self.config.qk_norm):
+            able = capabilities(name)
+            if not able.contract or able.proven_apart or (operator == "qk_norm" and not self.config.qk_norm):
                 continue
             tested, reference = provider(operator, name), provider(operator, "reference")
             for what, found, expected in provers[operator](tested, reference):
@@ -128,6 +124,10 @@ class _Prover:
         if "cpu" in {self.names[operator] for operator in WITH_FUNCTIONS}:
             for what, found, expected in functions.pairs():
                 yield Case("functions", "cpu", what, expected.numel(), differing(found, expected))
+
+    def _by_library(self, operator: str) -> bool:
+        """Whether the order of its products is the BLAS library's, which no reference has."""
+        return capabilities(self.names[operator]).gemm != "chain"
 
     def products(self) -> list[tuple[str, int, int]]:
         """(name, columns, depth) of the model's linears."""
@@ -143,7 +143,7 @@ class _Prover:
         for name, columns, depth in self.products():
             columns = min(columns, MAX_COLUMNS) - (columns > MAX_COLUMNS)  # an odd count where it is cut
             weight = self.weight(torch.randn(columns, depth, generator=self.random))
-            if self.names["linear"] == "torch":
+            if self._by_library("linear"):
                 yield from self._fallback(name, tested, weight, depth)
                 continue
             for rows in self.rows:
@@ -180,7 +180,7 @@ class _Prover:
         c = self.config
         columns = min(c.vocabulary, MAX_COLUMNS - 1)
         weight = self.weight(torch.randn(columns, c.hidden, generator=self.random))
-        if self.names["lm_head"] == "torch":
+        if self._by_library("lm_head"):
             whole = self.normal(FALLBACK_ROWS, c.hidden)
             out = tested.logits(whole, weight)
             for rows in self.rows:
@@ -200,9 +200,10 @@ class _Prover:
         random = self.normal(max(self.rows), depth)
         expected_random = reference.logits(random, weight)
         for packed in (False, True):
-            if packed and self.names["lm_head"] == "cpu":
-                _pack(ones)
-                _pack(weight)
+            if packed and capabilities(self.names["lm_head"]).packing:
+                packer = provider("linear", self.names["lm_head"])
+                packer.pack(ones)
+                packer.pack(weight)
             for count in self.rows:
                 where = f"{name} {count} rows{', packed' if packed else ''}"
                 yield f"{where}, order", tested.logits(rows[:count], ones), expected[:count]
@@ -243,7 +244,7 @@ class _Prover:
 
     def attention(self, tested: Any, reference: Any) -> Iterator[Pair]:
         c = self.config
-        if self.names["attention"] == "torch":
+        if self._by_library("attention"):
             reference = tested
         group, width = c.heads // c.kv_heads, c.head_dim
         layout = PackedLayout((1, 63, 66), (3,))
@@ -402,7 +403,7 @@ def prove(
     asked = {"proof": facts, "sides": [dict(side) for side in sides], "rows": list(rows), "library": _library(sides)}
     found = compare() if folder is None else shared(folder, asked, compare)
     cases = tuple(Case(**case) for case in found)
-    on_gpu, table = any(name in GPU for side in sides for name in side.values()), ""
+    on_gpu, table = _some(sides, lambda able: able.proven_apart), ""
     if on_gpu:
         table, missing = gpu_table(config, tp_sizes)
         cases += missing
@@ -449,7 +450,7 @@ def slices(config: ModelConfig, tp: int) -> list[str]:
     for rank in range(tp):
         cut = Sharding(config, tp, rank)
         for merged, parts in merged_names(config).items():
-            if not merged.startswith("model.layers.0.") or cut.is_replicated(merged):
+            if not merged.startswith("model.layers.0.") or len(rows[parts[0]]) == 1:
                 continue
             columns, depth = sum(cut.part_rows(merged, rank)), rows[parts[0]][1]
             first, last = cut.inputs(merged, rank)
@@ -468,9 +469,14 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
+def _some(sides: Sequence[Mapping[str, str]], able: Callable[[Capabilities], bool]) -> bool:
+    """Whether a provider of a side is ``able``."""
+    return any(able(capabilities(name)) for side in sides for name in side.values())
+
+
 def _library(sides: Sequence[Mapping[str, str]]) -> str:
     """SHA-256 of the C kernels that this process has loaded, or empty where no side uses them."""
-    if not any("cpu" in side.values() for side in sides):
+    if not _some(sides, lambda able: able.compiled):
         return ""
     from rl_engine.ops.library import loaded_digest
 
@@ -478,7 +484,7 @@ def _library(sides: Sequence[Mapping[str, str]]) -> str:
 
 
 def _kernels(sides: Sequence[Mapping[str, str]]) -> str:
-    if not any("cpu" in side.values() for side in sides):
+    if not _some(sides, lambda able: able.compiled):
         return ""
     from rl_engine.ops.library import build_key
 

@@ -180,3 +180,12 @@ def test_report_shows_the_pair(done: Done, pair_cli: Cli) -> None:
     page = Path(body["report"]).read_text()
     assert f"Exact: 0 of {pair.consistency.tokens_compared:,} logprobs differ" in page
     assert "stock" in page and "cpu" in page and page.count('<svg class="chart"') >= 14
+
+
+def test_a_pair_on_many_ranks_has_its_control(cli: Cli) -> None:
+    layout = ("--tp", "3", "--rollout-tp", "3", "--rollouts", "1", "--max-response-len", "12")
+    done = cli("run", "--mode", "paired", "--run-id", "q", "--require-updates", "--require-control", *layout)
+    assert done.code == 0, done.err
+    assert done.strays == ()
+    pair = read_pair(cli.run_dir("q-pair.json"))
+    assert pair.exact and pair.consistency.mismatches == 0 < pair.native.mismatches

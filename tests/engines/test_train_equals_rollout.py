@@ -19,12 +19,15 @@ from rl_engine.engines.types import Request, Sample, SamplingSettings
 from rl_engine.models.checkpoint import load_weights
 from rl_engine.models.weights import ModelWeights, random_weights
 from rl_engine.ops import Operators, uniform
+from rl_engine.ops.exchange import ALONE, Exchange
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.weight import Weight
 from tests.helpers.models import (
     differing,
     joined,
     prompts,
+    qwen2,
+    qwen2_weights,
     qwen3,
     requests,
     rollout_engine,
@@ -42,8 +45,10 @@ class SkippableNorms(Operators):
         super().__init__(uniform("cpu"))
         self.skipped: str | None = None
 
-    def rms_norm(self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None = None) -> Tensor:
-        return x if weight.name == self.skipped else super().rms_norm(x, weight, eps, layout)
+    def rms_norm(
+        self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None = None, exchange: Exchange = ALONE
+    ) -> Tensor:
+        return x if weight.name == self.skipped else super().rms_norm(x, weight, eps, layout, exchange)
 
 
 @contextmanager
@@ -155,3 +160,27 @@ def test_smollm2_over_two_updates(smollm2: Path) -> None:
     trainer = train_engine(weights, SkippableNorms())
     assert check_two_updates(rollout, trainer, ask, settings) > 100
     assert native_mismatches(weights, ask(0), settings, 256) >= 0.05
+
+
+def test_random_qwen2_over_two_updates() -> None:
+    """Biases of q, k and v: they train, and decay leaves them alone."""
+    config = qwen2(layers=2, vocabulary=1501)
+    weights = qwen2_weights(config, 0)
+
+    def ask(step: int) -> list[Request]:
+        return requests(prompts(config.vocabulary, (7, 1, 65, 301), seed=step), 2)
+
+    settings = sampling(max_response_len=12, stop_tokens=tuple(range(3, 60)))
+    rollout = rollout_engine(weights, positions=320, max_batch=5, chunk=200)
+    trainer = train_engine(weights, SkippableNorms(), positions=320, fold_tokens=256)
+    assert check_two_updates(rollout, trainer, ask, settings) > 50
+    assert native_mismatches(weights, ask(0), settings, 320) >= 0.05
+    bias = trainer.weights["model.layers.1.self_attn.qkv_proj.bias"]
+    assert bias.grad is not None and bias.grad.count_nonzero() > 0.9 * bias.grad.numel()
+    samples = rollout.generate(ask(2), 2, settings)
+    trainer = train_engine(weights, SkippableNorms(), positions=320, fold_tokens=256, lr=0.5)
+    start = {w.name: w.value.detach().clone() for w in trainer.weights}
+    trainer.step(samples, [0.0] * len(samples), trainer.score(samples))
+    for weight in trainer.weights:
+        decayed = not torch.equal(weight.value.detach(), start[weight.name])
+        assert decayed == (len(weight.shape) == 2), weight.name

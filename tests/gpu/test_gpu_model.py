@@ -291,7 +291,7 @@ def test_without_the_care_graphs_change_bits(scene: Scene, control: str, monkeyp
     """The controls: graphs kept over weights that lie elsewhere, tables that are not written on, padding on a page of a
     sample."""
     from rl_engine.engines.rollout.builtin.graphs import DecodeGraphs, Inputs
-    from rl_engine.models.placement import NonFiniteLogits
+    from rl_engine.ops.sample import NonFiniteLogits
 
     begin, init = Inputs._begin, Inputs.__init__
 

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from rl_engine.engines.rollout.builtin.engine import RolloutEngine, RolloutSettings
 from rl_engine.engines.train.builtin import TrainEngine, TrainSettings
 from rl_engine.engines.types import Request, Sample, SamplingSettings
 from rl_engine.models.config import ModelConfig, RopeScaling
-from rl_engine.models.weights import ModelWeights
+from rl_engine.models.sharding import Sharding
+from rl_engine.models.weights import ModelWeights, random_tensor
 from rl_engine.ops import Operators, library, uniform
 
 _BASE = ModelConfig(
@@ -44,6 +46,21 @@ def llama(**changes: object) -> ModelConfig:
 def qwen3(**changes: object) -> ModelConfig:
     """The same shape as :func:`llama` with Qwen3's norm of queries and keys."""
     return llama(architecture="Qwen3ForCausalLM", qk_norm=True, **changes)
+
+
+def qwen2(**changes: object) -> ModelConfig:
+    """The same shape as :func:`llama` with Qwen2's biases of q, k and v."""
+    return llama(architecture="Qwen2ForCausalLM", **changes)
+
+
+def qwen2_weights(config: ModelConfig, seed: int, sharding: Sharding | None = None) -> ModelWeights:
+    """As ``random_weights``, biases of both signs."""
+
+    def read(name: str, first: int, last: int) -> Tensor:
+        values = random_tensor(config, name, seed)
+        return ((values - 1.0) * 4.0 if name.endswith(".bias") else values)[first:last]
+
+    return ModelWeights(config, read, sharding)
 
 
 def copy_weights(weights: ModelWeights) -> ModelWeights:

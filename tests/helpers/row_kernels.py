@@ -276,12 +276,16 @@ def elementwise() -> list[Kernel]:
             {**kinds("ids order ends", "*i64"), "rows": "*bf16", "grad": "*fp32", **width, "row_stride": "i32"},
             {"FRESH": True, "C": 512},
         ),
-        Kernel(
-            *(f"{OPS}.adamw.triton", "adamw_kernel"),
-            {**kinds("master m v grad", "*fp32"), "weight": "*bf16", "changed": "*i32", "n": "i32"}
-            | kinds("clip beta1 rest1 beta2 rest2 decay step_size root_bc2 eps", "fp32"),
-            {"C": 1024},
-            unaligned=("n",),
+        *(
+            Kernel(
+                *(f"{OPS}.adamw.triton", "adamw_kernel"),
+                {**kinds("master m v grad", "*fp32"), "weight": "*bf16" if write else "*fp32"}
+                | {"changed": "*i32", "n": "i32"}
+                | kinds("clip beta1 rest1 beta2 rest2 decay step_size root_bc2 eps", "fp32"),
+                {"WRITE": write, "C": 1024},
+                unaligned=("n",),
+            )
+            for write in (True, False)
         ),
         Kernel(
             *(f"{OPS}.grad_norm.triton", "square_bins_kernel"),

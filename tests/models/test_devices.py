@@ -10,7 +10,7 @@ import torch
 
 from rl_engine.engines.setup import device_of
 from rl_engine.models.decoder import Decoder
-from rl_engine.models.sharded import Sharded
+from rl_engine.models.exchange import MeshExchange
 from rl_engine.models.sharding import Sharding
 from rl_engine.models.weights import random_weights
 from rl_engine.ops import Operators, uniform
@@ -60,7 +60,7 @@ def test_several_ranks_compute_where_their_weights_lie(device: torch.device, mon
     ops.names.update(dict.fromkeys(("adamw", "grad_norm", "sample"), "stock"))
     pair, alone = Group((0, 1), 0), Group((0,), 0)
     decoder = Decoder(weights, ops, 16, Mesh(pair, alone, pair))
-    assert isinstance(decoder.place, Sharded)
+    assert isinstance(decoder.exchange, MeshExchange)
     assert decoder.device == device
     ops.names["adamw"] = "cpu" if device == GPU else "triton"
     with pytest.raises(WrongDevice, match=f"of adamw computes on a .PU, the weights lie on {device}"):

@@ -19,7 +19,17 @@ from rl_engine.models.config import ModelConfig
 from rl_engine.models.decoder import Decoder
 from rl_engine.models.weights import ModelWeights, random_weights
 from rl_engine.ops.layout import PackedLayout
-from tests.helpers.models import LLAMA3_SCALING, llama, operators, qwen3, requests, rollout_engine, sampling
+from tests.helpers.models import (
+    LLAMA3_SCALING,
+    llama,
+    operators,
+    qwen2,
+    qwen2_weights,
+    qwen3,
+    requests,
+    rollout_engine,
+    sampling,
+)
 from tests.helpers.numeric import assert_bitwise, assert_close
 
 SMALL = {"hidden": 256, "intermediate": 320, "heads": 4, "kv_heads": 2, "head_dim": 64, "vocabulary": 700}
@@ -29,6 +39,8 @@ CASES = {
         llama(tied=True, rope_scaling=LLAMA3_SCALING, rope_base=5e5, **SMALL),
         300_000,
     ),
+    "qwen2 untied, sharded": (qwen2(**SMALL), 300_000),
+    "qwen2 tied": (qwen2(tied=True, rope_base=1e6, **SMALL), 1 << 30),
     "qwen3 untied, sharded": (qwen3(**SMALL), 300_000),
     "qwen3 tied, heads wider than hidden / heads": (qwen3(tied=True, **{**SMALL, "head_dim": 96}), 1 << 30),
 }
@@ -69,7 +81,7 @@ def root_mean_square(x: Tensor) -> float:
 def test_logits(transformers: ModuleType, case: str, tmp_path: Path) -> None:
     """transformers reads the checkpoint we wrote; our error is at most 1.2 times its own bf16 error."""
     config, max_shard_bytes = CASES[case]
-    weights = random_weights(config, 8)
+    weights = qwen2_weights(config, 8) if config.qkv_bias else random_weights(config, 8)
     save_checkpoint(tmp_path, weights, max_shard_bytes)
     assert len(list(tmp_path.glob("*.safetensors"))) > (max_shard_bytes < 1 << 30)
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, config.vocabulary, (3, 150)))
@@ -79,6 +91,24 @@ def test_logits(transformers: ModuleType, case: str, tmp_path: Path) -> None:
     assert root_mean_square(our_logits(weights, ids) - exact) <= 1.2 * yardstick
     shifted = torch.roll(ids, 1, dims=1)
     assert root_mean_square(our_logits(weights, shifted) - exact) > 10 * yardstick, "other tokens went unseen"
+
+
+def test_names_of_a_qwen2(transformers: ModuleType, tmp_path: Path) -> None:
+    """Written, read by transformers and by us: the same names and bits; a bias that was left out is seen."""
+    config = qwen2(**SMALL)
+    weights = qwen2_weights(config, 8)
+    save_checkpoint(tmp_path, weights)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert type(theirs).__name__ == config.architecture
+    ours, again = weights.export(), load_weights(tmp_path).export()
+    assert set(theirs.state_dict()) == set(ours) == set(again) == set(config.tensor_shapes())
+    for name, values in theirs.state_dict().items():
+        assert_bitwise(values, ours[name].detach(), name)
+        assert_bitwise(again[name].detach(), ours[name].detach(), name)
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, config.vocabulary, (2, 60)))
+    exact = our_logits(weights, ids)
+    weights["model.layers.0.self_attn.qkv_proj.bias"].value.zero_()
+    assert root_mean_square(our_logits(weights, ids) - exact) > 0.05 * root_mean_square(exact)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from tests.helpers.numeric import assert_bitwise
 from tests.helpers.ops import (
     THREADS,
     assert_providers_agree,
+    assert_same,
     bf16_randn,
     differing,
     f32_randn,
@@ -130,6 +131,46 @@ def test_residual_is_added_before_the_only_rounding() -> None:
     once = (residual.float() + chain_gemm(x, weight.value.T)).bfloat16()
     assert_bitwise(y, once, "residual")
     assert differing(y, residual + branch) > 100, "two roundings must show"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.tokens}tokens")
+@pytest.mark.parametrize(("depth", "columns"), [(1, 1), (37, 33), (130, 16)])
+def test_bias_forward_and_backward(layout: PackedLayout, depth: int, columns: int) -> None:
+    """Every provider's; the bias' gradient is that of a column of W whose input is 1."""
+    weight, bias = random_weight(columns, depth, seed=1), random_weight(columns, seed=4)
+    inputs = {"x": bf16_randn(layout.tokens, depth, seed=2)}
+
+    def biased(ops: Operators, x: Tensor) -> Tensor:
+        bias.clear_gradient()
+        return ops.linear(x, weight, None, layout, bias=bias)
+
+    found, sums = [], []
+    for name, x in (("reference", inputs["x"]), ("cpu", inputs["x"]), ("cpu", in_nan(inputs["x"]))):
+        found.append(run(operators(name), biased, {"x": x}, weight=weight))
+        assert bias.grad is not None
+        sums.append(bias.grad.clone())
+    wider = make_weight(torch.cat([weight.value, bias.value[:, None]], 1))
+    ones = torch.cat([inputs["x"], torch.ones(layout.tokens, 1, dtype=torch.bfloat16)], 1)
+    dw = run(operators("cpu"), lambda ops, x: ops.linear(x, wider, None, layout), {"x": ones}, weight=wider)["dw"]
+    for result, total in zip(found, sums, strict=True):
+        assert_same(result, found[0], "bias")
+        assert_bitwise(total, dw[:, -1].contiguous(), "the column of W whose input is 1")
+
+
+def test_bias_is_added_before_the_only_rounding() -> None:
+    weight, bias = random_weight(64, 1100, seed=1), random_weight(64, seed=3)
+    x = bf16_randn(50, 1100, seed=2)
+    with torch.no_grad():
+        y = operators("cpu").linear(x, weight, bias=bias)
+        branch = operators("cpu").linear(x, weight)
+        packed = make_weight(weight.value)
+        cpu_gemm.pack(packed, drop_value=True)
+        assert_bitwise(operators("cpu").linear(x, packed, bias=bias), y, "packed panels")
+    once = (chain_gemm(x, weight.value.T) + bias.value.float()).bfloat16()
+    assert_bitwise(y, once, "bias")
+    for rows in (1, 3, 49):
+        assert_bitwise(operators("cpu").linear(x[:rows], weight, bias=bias).detach(), once[:rows], f"{rows} rows")
+    assert differing(y, branch + bias.value) > 100, "two roundings must show"
 
 
 @pytest.mark.parametrize("depth", [1, 37, 1061])

@@ -71,6 +71,7 @@ class Scene:
         train: settings; the layout decides ``max_tokens`` and ``recompute``.
         providers: set of operators (``uniform``).
         device: where every rank computes; with ``own_gpus`` rank n has the n-th GPU, and ranks exchange by NCCL.
+        even_vocabulary: TP ranks cut it into even shares of the padded one.
     """
 
     checkpoint: Path
@@ -82,6 +83,10 @@ class Scene:
     providers: str = "cpu"
     device: str = "cpu"
     own_gpus: bool = False
+    even_vocabulary: bool = False
+
+    def sharding(self, config: ModelConfig, mesh: Mesh) -> Sharding:
+        return Sharding(config, mesh.tp.size, mesh.tp.index, self.even_vocabulary)
 
     @property
     def positions(self) -> int:
@@ -193,7 +198,7 @@ def make_trainer(
     config = read_config(scene.checkpoint)
 
     def weights() -> ModelWeights:
-        return load_weights(scene.checkpoint, config, Sharding(config, mesh.tp.size, mesh.tp.index), device)
+        return load_weights(scene.checkpoint, config, scene.sharding(config, mesh), device)
 
     settings = dataclasses.replace(scene.train, max_tokens=layout.max_tokens, recompute=layout.recompute)
     reference = weights() if settings.kl_coef > 0 else None
@@ -206,7 +211,7 @@ class RolloutSide:
     def __init__(self, scene: Scene, layout: Layout, mesh: Mesh, device: torch.device) -> None:
         config = read_config(scene.checkpoint)
         self.scene, self.layout, self.config = scene, layout, config
-        sharding = Sharding(config, mesh.tp.size, mesh.tp.index)
+        sharding = scene.sharding(config, mesh)
         self.engines = []
         for number in range(layout.engines):
             weights = load_weights(scene.checkpoint, config, sharding, device)

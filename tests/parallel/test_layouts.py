@@ -74,7 +74,7 @@ def check_coverage(ended: list[Ended], layout: Layout, baseline: Baseline) -> No
     shapes = baseline.config.tensor_shapes()
     assert set(times) == {(f"{q}{s}", name) for q in TENSORS for s in baseline.scene.compared for name in shapes}
     for (quantity, name), rows in times.items():
-        copies = layout.tp if len(shapes[name]) == 1 else 1
+        copies = layout.tp if "norm" in name else 1
         copies *= layout.cp if quantity.startswith("weight") else 1
         assert rows == dict.fromkeys(range(shapes[name][0]), copies), f"{quantity} of {name}"
 

@@ -177,7 +177,8 @@ def test_gpu_sources_are_found_in_functions_by_name_and_behind_others(
             "def f():\n    from rl_engine.lazy import value\n    return provider('norm', 'a')\n"
         ),
         "rl_engine/ops/first.py": "import rl_engine.second\nNOT_FOLLOWED = 'rl_engine.other'\n",
-        "rl_engine/ops/operators.py": registry,
+        "rl_engine/numerics/providers.py": registry,
+        "rl_engine/ops/operators.py": "from rl_engine.numerics.providers import REGISTRY\nimport other\n",
         "rl_engine/second.py": "import rl_engine.ops.first\nfrom rl_engine.ops.operators import provider\n",
         "rl_engine/prover.py": "def g(name):\n    assert name in ('b', 'c')\n    return provider('norm', name)\n",
         **{f"rl_engine/{name}.py": "" for name in ("lazy", "other", "ops/norm/a", "ops/norm/b", "models/config")},
@@ -197,7 +198,8 @@ def test_gpu_sources_are_found_in_functions_by_name_and_behind_others(
         assert sources.digest(sources.sources(family)) != first
     finally:
         sources._registry.cache_clear()
-    assert found == set(texts) - {f"rl_engine/{name}.py" for name in ("other", "ops/operators", "models/config")}
+    unread = ("other", "ops/operators", "numerics/providers", "models/config")
+    assert found == set(texts) - {f"rl_engine/{name}.py" for name in unread}
 
 
 FAMILY = """

@@ -94,7 +94,7 @@ class TrainEngine:
             # Each CP rank keeps the optimizer state of other rows of every weight.
             rows = self.own_rows(weight)
             # Stock operators differentiate through autograd; ours write weight.grad themselves.
-            weight.value.requires_grad_(self.mesh.size == 1)
+            weight.value.requires_grad_(True)
             master = weight.value.detach()[rows[0] : rows[1]].float()
             self.state[weight.name] = OptimizerState(master, torch.zeros_like(master), torch.zeros_like(master))
 
@@ -122,7 +122,7 @@ class TrainEngine:
         with torch.no_grad():
             for number, batch in enumerate(batches):
                 logp, _ = self._logprobs(decoder, batch, recompute=False)
-                logp = decoder.place.gather_rows(batch.layout, batch.rows, logp)
+                logp = decoder.exchange.join_rows(batch.layout, batch.rows, logp)
                 for index, values in zip(batch.indices, logp.split(batch.counts), strict=True):
                     results[index] = values.cpu().numpy().copy()
                 if progress is not None:
@@ -153,9 +153,9 @@ class TrainEngine:
             self._backward(batch, advantages, old_logprobs, reference_logprobs, loss_tokens, totals)
             if progress is not None:
                 progress(number + 1, len(batches))
-        self.decoder.place.finish_embedding(self.weights.embedding)
+        self.ops.finish_embedding(self.weights.embedding)
         for weight in self.weights:
-            self.decoder.place.fold_gradients(weight, self.own_rows(weight))
+            self.decoder.exchange.fold_gradients(weight, self.own_rows(weight))
         if self.weights.device.type == "cuda":
             torch.cuda.synchronize(self.weights.device)  # its kernels run behind this process
         trained = time.perf_counter()
@@ -231,11 +231,7 @@ class TrainEngine:
         return self._logprobs_of(decoder, batch, decoder.hidden_packed(batch.ids, batch.layout, recompute))
 
     def _logprobs_of(self, decoder: Decoder, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        mask = None if batch.mask is None else batch.mask.to(hidden.device)
-        return decoder.place.score(
-            *(hidden, decoder.weights.head, batch.targets.to(hidden.device), self.settings.temperature),
-            *(mask, batch.layout, batch.rows),
-        )
+        return decoder.score(hidden, batch.targets, self.settings.temperature, batch.mask, batch.layout, batch.rows)
 
     def _backward(
         self,
@@ -246,11 +242,11 @@ class TrainEngine:
         loss_tokens: int,
         totals: _Totals,
     ) -> None:
-        place = self.decoder.place
+        exchange = self.decoder.exchange
         logp, entropy = self._logprobs(self.decoder, batch, self.settings.recompute)
         # Every CP rank sees all tokens' logprobs, so losses and metrics are the same sums on each.
-        values = place.gather_rows(batch.layout, batch.rows, logp.detach()).cpu().numpy()
-        entropies = place.gather_rows(batch.layout, batch.rows, entropy.detach()).cpu().numpy()
+        values = exchange.join_rows(batch.layout, batch.rows, logp.detach()).cpu().numpy()
+        entropies = exchange.join_rows(batch.layout, batch.rows, entropy.detach()).cpu().numpy()
         old_values = np.concatenate([old[index] for index in batch.indices])
         tokens = token_loss(
             values.astype(np.float64),
@@ -262,11 +258,11 @@ class TrainEngine:
             self.settings.kl_coef,
         )
         coefficient = torch.from_numpy(tokens.coefficient.astype(np.float32))
-        logp.backward(coefficient[place.own_rows(batch.layout, batch.rows)].to(logp.device))
+        logp.backward(coefficient[exchange.own_rows(batch.layout, batch.rows)[0]].to(logp.device))
         for weight in self.weights:
             if weight.value.grad is not None:  # a stock operator's gradient, bf16, one micro-batch
                 assert weight.grad is not None
-                weight.grad.add_(weight.value.grad)
+                weight.grad.add_(exchange.autograd_rows(weight.value.grad, weight))
                 weight.value.grad = None
         totals.add(tokens, entropies, values, old_values)
 

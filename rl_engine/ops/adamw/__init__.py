@@ -42,11 +42,21 @@ class AdamScalars:
 
 class AdamProvider:
     def update(
-        self, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, weight: Tensor, clip: float, scalars: AdamScalars
+        self,
+        master: Tensor,
+        m: Tensor,
+        v: Tensor,
+        grad: Tensor,
+        weight: Tensor | None,
+        clip: float,
+        scalars: AdamScalars,
     ) -> Tensor:
         """In place: master, m, v fp32 and weight bf16, one shape, contiguous; ``clip`` is fp32.
 
+        Args:
+            weight: written, never read; None where its owner rounds the master itself.
+
         Returns:
-            How many elements of bf16(master) changed, int64 []. ``weight`` is written, never read.
+            How many elements of bf16(master) changed, int64 [].
         """
         raise AssertionError("a provider defines update")

@@ -11,7 +11,14 @@ from rl_engine.ops.functions import f32, sqrt
 
 class ReferenceAdam(AdamProvider):
     def update(
-        self, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, weight: Tensor, clip: float, scalars: AdamScalars
+        self,
+        master: Tensor,
+        m: Tensor,
+        v: Tensor,
+        grad: Tensor,
+        weight: Tensor | None,
+        clip: float,
+        scalars: AdamScalars,
     ) -> Tensor:
         before = master.bfloat16().view(torch.int16)
         g = grad * f32(clip)
@@ -19,5 +26,7 @@ class ReferenceAdam(AdamProvider):
         v.copy_(v * f32(scalars.beta2) + (g * f32(scalars.one_minus_beta2)) * g)
         ratio = m / (sqrt(v) / f32(scalars.root_bc2) + f32(scalars.eps))
         master.copy_(master * f32(scalars.decay) - ratio * f32(scalars.step_size))
-        weight.copy_(master.bfloat16())
-        return (weight.view(torch.int16) != before).sum()
+        after = master.bfloat16()
+        if weight is not None:
+            weight.copy_(after)
+        return (after.view(torch.int16) != before).sum()

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from rl_engine.ops.attention.paged import PagedBatch, PagedCache
-from rl_engine.ops.layout import PackedLayout
-
-Runs = tuple[tuple[int, int, int], ...]  # (sample, first position, count), ascending
+from rl_engine.ops.exchange import ALONE, Exchange
+from rl_engine.ops.layout import PackedLayout, Runs, whole_runs
 
 
 class AttentionProvider:
@@ -58,8 +57,37 @@ class AttentionProvider:
         raise AssertionError("a provider defines backward_runs")
 
     def cached(self, q: Tensor, k: Tensor, v: Tensor, cache: PagedCache, layer: int, batch: PagedBatch) -> Tensor:
-        """Stores k, v into the cache, then attends every query of the batch to all of its sample so far."""
-        raise AssertionError("a provider defines cached")
+        """As :meth:`over_pages` on the pages of one layer of ``cache``, whose old keys were there before this pass."""
+        return self.over_pages(q, k, v, cache.k[layer], cache.v[layer], batch, settled=True)
+
+    def over_pages(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: PagedBatch,
+        *,
+        settled: bool = False,
+    ) -> Tensor:
+        """Stores k, v [T, kv_heads, D] into given pages, then attends every query of the batch to all of its sample so
+        far: bf16 [T, heads, D], +0 in rows that belong to no sample.
+
+        Args:
+            k_pages: bf16, as :meth:`paired_pages` or the provider's cache has them; ``v_pages`` [pages, kv_heads, page,
+                D] likewise. A new key whose slot is negative is stored nowhere; a sample may have no query.
+            settled: no key before the first new one of its sample is written in this pass, and what wrote them was over
+                before k and v were stored. Then a GPU may fetch them early. Say False where a page can be shared with
+                a sample that fills it in the same pass.
+        """
+        raise AssertionError("a provider defines over_pages")
+
+    def paired_pages(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """(k_pages, v_pages) of one tensor bf16 [2 B, kv_heads, page, D] in which page b's keys lie at 2 b and its
+        values at 2 b + 1: views to be read with ``PagedBatch.doubled``. What lies inside a page of keys is the
+        provider's own layout."""
+        raise AssertionError("a provider defines paired_pages")
 
     def new_cache(
         self, layers: int, kv_heads: int, width: int, pages: int, page: int, device: torch.device
@@ -77,16 +105,18 @@ class AttentionProvider:
         """(dq, dk, dv) bf16 of whole samples."""
         return self.backward_runs(dout, q, k, v, lse, self.delta(dout, out), layout, whole_runs(layout))
 
-    def packed(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
-        """Training and scoring: every sample attends to itself."""
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, exchange: Exchange = ALONE) -> Tensor:
+        """Training and scoring: every sample attends to itself. Own queries see the keys of all context-parallel ranks;
+        backward, queries and what belongs to them are gathered, and each rank computes its own keys' gradients."""
         if not torch.is_grad_enabled():
-            return self.forward_packed(q, k, v, layout)[0]
-        return _Attention.apply(q, k, v, layout, self)
+            keys, values = _keys_and_values(k, v, layout, exchange)
+            return self.forward_runs(q, keys, values, layout, exchange.runs(layout))[0]
+        return _Attention.apply(q, k, v, layout, self, exchange)
 
 
-def whole_runs(layout: PackedLayout) -> Runs:
-    """One run a sample."""
-    return tuple((sample, 0, length) for sample, length in enumerate(layout.lengths))
+def _keys_and_values(k: Tensor, v: Tensor, layout: PackedLayout, exchange: Exchange) -> tuple[Tensor, Tensor]:
+    keys = exchange.join_tokens(k, layout, purpose="K")
+    return keys, exchange.join_tokens(v, layout, purpose="V")
 
 
 def run_rows(layout: PackedLayout, runs: Runs) -> Tensor:
@@ -108,14 +138,22 @@ def block_runs(runs: Runs, block: int) -> Tensor:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, provider: AttentionProvider) -> Tensor:
-        out, lse = provider.forward_packed(q, k, v, layout)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.layout, ctx.provider = layout, provider
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, provider: AttentionProvider, exchange: Exchange
+    ) -> Tensor:
+        keys, values = _keys_and_values(k, v, layout, exchange)
+        out, lse = provider.forward_runs(q, keys, values, layout, exchange.runs(layout))
+        ctx.save_for_backward(q, keys, values, out, lse)
+        ctx.layout, ctx.provider, ctx.exchange = layout, provider, exchange
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        dq, dk, dv = ctx.provider.backward_packed(dout.contiguous(), q, k, v, out, lse, ctx.layout)
-        return dq, dk, dv, None, None
+        q, keys, values, out, lse = ctx.saved_tensors
+        provider, layout, exchange, dout = ctx.provider, ctx.layout, ctx.exchange, dout.contiguous()
+        delta = provider.delta(dout, out)
+        dout, q, lse, delta = (
+            exchange.join_tokens(x, layout, purpose="attention gradient") for x in (dout, q, lse, delta)
+        )
+        gradients = provider.backward_runs(dout, q, keys, values, lse, delta, layout, exchange.runs(layout))
+        return *gradients, None, None, None

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from rl_engine.numerics.contract import Contract
-from rl_engine.ops.attention import AttentionProvider, Runs, block_runs, run_rows
-from rl_engine.ops.attention.paged import PagedBatch, PagedCache, packed_batch, run_batch
-from rl_engine.ops.layout import PackedLayout
+from rl_engine.ops.attention import AttentionProvider, block_runs, run_rows
+from rl_engine.ops.attention.paged import PagedBatch, packed_batch, run_batch, transposed_pairs
+from rl_engine.ops.layout import PackedLayout, Runs
 from rl_engine.ops.library import load
 
 BLOCK = Contract().kv_block
@@ -21,7 +21,8 @@ def _check(x: Tensor) -> None:
 def _attend(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, page: int, lse: Tensor | None) -> Tensor:
     _check(q)
     heads, kv_heads, width = q.shape[1], k_pages.shape[1], q.shape[2]
-    out = torch.empty(q.shape, dtype=torch.bfloat16)
+    whole = sum(batch.counts()) == q.shape[0]
+    out = torch.empty(q.shape, dtype=torch.bfloat16) if whole else torch.zeros(q.shape, dtype=torch.bfloat16)
     items = batch.tiles(load().rlk_attention_tile(heads, kv_heads))
     load().rlk_attention(
         *(heads, kv_heads, width, page, q.data_ptr(), q.stride(0), k_pages.data_ptr(), v_pages.data_ptr()),
@@ -51,9 +52,24 @@ class CpuAttention(AttentionProvider):
             return torch.empty_like(q), lse
         return _attend(q, k_pages, v_pages, run_batch(layout, BLOCK, runs), BLOCK, lse), lse
 
-    def cached(self, q: Tensor, k: Tensor, v: Tensor, cache: PagedCache, layer: int, batch: PagedBatch) -> Tensor:
-        _store(k, v, batch.slots, cache.k[layer], cache.v[layer], cache.page)
-        return _attend(q, cache.k[layer], cache.v[layer], batch, cache.page, None)
+    def over_pages(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: PagedBatch,
+        *,
+        settled: bool = False,
+    ) -> Tensor:
+        page = v_pages.shape[2]
+        assert k_pages.is_contiguous() and v_pages.is_contiguous() and k_pages.shape[2:] == (q.shape[2], page)
+        _store(k, v, batch.slots, k_pages, v_pages, page)
+        return _attend(q, k_pages, v_pages, batch, page, None)
+
+    def paired_pages(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        return transposed_pairs(pages)
 
     def delta(self, dout: Tensor, out: Tensor) -> Tensor:
         _check(dout)

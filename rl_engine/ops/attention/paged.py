@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ class PagedBatch:
         q_offsets: int64 [S + 1], rows of q of each sample.
         q_position: int64 [S], logical position of each sample's first query.
         positions: int64 [T], logical position of each query.
-        slots: int64 [T], page number * page size + slot of each new key.
+        slots: int64 [T], page number * page size + slot of each new key; a negative one is stored nowhere.
     """
 
     table: Tensor
@@ -43,14 +44,30 @@ class PagedBatch:
         offsets = torch.tensor([0, *counts]).cumsum(0)
         return PagedBatch(table, offsets, torch.tensor(starts), positions, slots)
 
+    def counts(self) -> list[int]:
+        """Queries of each sample; 0 where it has none in this pass."""
+        if "_counts" not in self.__dict__:
+            self.__dict__["_counts"] = self.q_offsets.diff().tolist()
+        found: list[int] = self.__dict__["_counts"]
+        return found
+
+    def doubled(self, page: int) -> Self:
+        """The same batch over pages of which each is two of a tensor (``AttentionProvider.paired_pages``)."""
+        slots = torch.where(self.slots < 0, self.slots, self.slots // page * (2 * page) + self.slots % page)
+        return dataclasses.replace(self, table=self.table * 2, slots=slots)
+
     def tiles(self, queries: int) -> Tensor:
         """int64 [n, 2]: (sample, first query) of every tile of ``queries`` queries."""
         cached: dict[int, Tensor] = self.__dict__.setdefault("_tiles", {})
         if queries not in cached:
-            counts = self.q_offsets.diff().tolist()
-            rows = [(s, first) for s, count in enumerate(counts) for first in range(0, count, queries)]
-            cached[queries] = torch.tensor(rows, dtype=torch.int64)
+            cached[queries] = tiles_of(self.counts(), queries)
         return cached[queries]
+
+
+def tiles_of(counts: list[int], queries: int) -> Tensor:
+    """``PagedBatch.tiles`` of samples with so many queries each."""
+    rows = [(s, first) for s, count in enumerate(counts) for first in range(0, count, queries)]
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 2)
 
 
 class PagedCache:
@@ -137,3 +154,10 @@ def run_batch(layout: PackedLayout, page: int, runs: tuple[tuple[int, int, int],
     tables = _own_tables(layout, page)
     starts, counts = [first for _, first, _ in runs], [count for _, _, count in runs]
     return PagedBatch.build([tables[sample] for sample, _, _ in runs], starts, counts, page)
+
+
+def transposed_pairs(pages: Tensor) -> tuple[Tensor, Tensor]:
+    """``AttentionProvider.paired_pages`` with keys [D, page] inside a page, as :class:`PagedCache` has them."""
+    number, heads, page, width = pages.shape
+    assert number % 2 == 0 and pages.is_contiguous(), (pages.shape, pages.stride())
+    return pages[:-1].view(number - 1, heads, width, page), pages[1:]

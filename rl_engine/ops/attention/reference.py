@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from rl_engine.numerics.contract import Contract
-from rl_engine.ops.attention import AttentionProvider, Runs, run_rows
-from rl_engine.ops.attention.paged import PagedBatch, PagedCache
+from rl_engine.ops.attention import AttentionProvider, run_rows
+from rl_engine.ops.attention.paged import PagedBatch, transposed_pairs
 from rl_engine.ops.functions import chain256_gemm, chain_gemm, exp, f32, log, tree_sum
-from rl_engine.ops.layout import PackedLayout
+from rl_engine.ops.layout import PackedLayout, Runs
 
 BLOCK, SPLIT = Contract().kv_block, Contract().kv_split
 State = tuple[Tensor, Tensor, Tensor, Tensor]  # m, l, mu [Q], O [Q, D]
@@ -92,19 +92,35 @@ class ReferenceAttention(AttentionProvider):
         outs, lses = zip(nothing, *results, strict=True)
         return torch.cat(outs), torch.cat(lses)
 
-    def cached(self, q: Tensor, k: Tensor, v: Tensor, cache: PagedCache, layer: int, batch: PagedBatch) -> Tensor:
-        pages, slots = batch.slots // cache.page, batch.slots % cache.page
-        cache.k[layer][pages, :, :, slots] = k
-        cache.v[layer][pages, :, slots] = v
-        results = []
-        for s, (start, rows) in enumerate(zip(batch.q_position.tolist(), batch.q_offsets.diff().tolist(), strict=True)):
+    def over_pages(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: PagedBatch,
+        *,
+        settled: bool = False,
+    ) -> Tensor:
+        page, kept = v_pages.shape[2], batch.slots >= 0
+        pages, slots = batch.slots[kept] // page, batch.slots[kept] % page
+        k_pages[pages, :, :, slots] = k[kept]
+        v_pages[pages, :, slots] = v[kept]
+        out = torch.zeros_like(q)
+        for s, (start, rows) in enumerate(zip(batch.q_position.tolist(), batch.counts(), strict=True)):
+            if not rows:
+                continue
             length = start + rows
-            table = batch.table[s, : -(-length // cache.page)].long()
-            keys = cache.k[layer][table].permute(0, 3, 1, 2).flatten(0, 1)[:length]
-            values = cache.v[layer][table].permute(0, 2, 1, 3).flatten(0, 1)[:length]
+            table = batch.table[s, : -(-length // page)].long()
+            keys = k_pages[table].permute(0, 3, 1, 2).flatten(0, 1)[:length]
+            values = v_pages[table].permute(0, 2, 1, 3).flatten(0, 1)[:length]
             first = int(batch.q_offsets[s])
-            results.append(self._sample(q[first : first + rows], keys, values, start)[0])
-        return torch.cat(results)
+            out[first : first + rows] = self._sample(q[first : first + rows], keys, values, start)[0]
+        return out
+
+    def paired_pages(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        return transposed_pairs(pages)
 
     def delta(self, dout: Tensor, out: Tensor) -> Tensor:
         return tree_sum(dout.float() * out.float())

@@ -1,21 +1,17 @@
-"""Paged decode described in memory that keeps its place: what a captured pass reads, and its launch on a GPU.
+"""Paged decode described in memory that keeps its place: what a captured pass reads.
 
-The same kernels as ``cached`` takes, so the same bits. Nothing is read from the batch on the host: positions, slots and
-tables may change between replays of a graph.
+The same kernels as any other batch takes, so the same bits. Nothing is read from the batch on the host: positions,
+slots and tables may change between replays of a graph.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rl_engine.ops.attention.paged import PagedBatch, PagedCache
-
-if TYPE_CHECKING:
-    from rl_engine.ops.attention.triton import TritonAttention
+from rl_engine.ops.attention.paged import PagedBatch, tiles_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,26 +19,29 @@ class DecodeBatch(PagedBatch):
     """One new token of every sample.
 
     Attributes:
-        items: int32 [S, 4]: row of q, its position, 1, row of ``table``.
+        items: int32 [S, 4]: row of q, its position, 1 (0 in a padded row), row of ``table``.
         splits: KV splits that no sample may exceed in any replay.
         keys: of all samples when the pass was cut; only speed depends on it.
+        padded: rows may be without a sample, in this pass or in a replay: their output is +0.
     """
 
     items: Tensor
     splits: int
     keys: int
+    padded: bool = False
 
+    @staticmethod
+    def of_lengths(table: Tensor, lengths: Tensor, slots: Tensor, splits: int, keys: int) -> DecodeBatch:
+        """The batch of samples of ``lengths`` int [S] tokens, the new one included; 0 is a row without a sample, whose
+        slot is negative. Everything is computed where ``lengths`` lies."""
+        rows = torch.arange(lengths.numel() + 1, device=lengths.device)
+        positions = (lengths.long() - 1).clamp(min=0)
+        items = torch.stack([rows[:-1], positions, (lengths > 0).long(), rows[:-1]], 1).int()
+        return DecodeBatch(table, rows, positions, positions, slots, items, splits, keys, padded=True)
 
-def attend(
-    provider: TritonAttention, q: Tensor, k: Tensor, v: Tensor, cache: PagedCache, layer: int, batch: DecodeBatch
-) -> Tensor:
-    """bf16 [S, heads, D]: as ``TritonAttention.cached``."""
-    from rl_engine.ops.attention.triton import decode_pages, store
+    def counts(self) -> list[int]:
+        found: list[int] = self.items[:, 2].tolist() if self.padded else [1] * self.items.shape[0]
+        return found
 
-    keys, values = cache.k[layer], cache.v[layer]
-    store(k, v, batch.slots, keys, values)
-    out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
-    counts = (1, batch.splits, batch.keys)
-    tiles = provider.tiles[q.shape[2]]
-    decode_pages(q, keys, values, batch.items, batch.table, *counts, out, None, tiles, settled=True)
-    return out
+    def tiles(self, queries: int) -> Tensor:
+        return tiles_of(self.counts(), queries) if self.padded else super().tiles(queries)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rl_engine.ops.exchange import ALONE, Exchange
 from rl_engine.ops.layout import PackedLayout
 
 GROWTH = 64  # tokens the dense cache grows by
@@ -111,14 +112,28 @@ def _heads_first(x: Tensor) -> Tensor:
     return x.transpose(0, 1).unsqueeze(0)
 
 
+def _causal(q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
+    """[1, heads, T, D] of q [T, heads, D] at positions ``start`` ...; keys and values [1, kv_heads, start + T, D]."""
+    mask = None
+    if start:
+        places = torch.arange(keys.shape[2], device=q.device)
+        mask = places[None] <= places[start:, None]
+    return functional.scaled_dot_product_attention(
+        _heads_first(q), keys, values, attn_mask=mask, is_causal=start == 0, enable_gqa=True
+    )
+
+
 class StockAttention:
-    def packed(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
-        lengths = list(layout.lengths)
-        outs = []
-        for qs, ks, vs in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
-            heads = (_heads_first(x) for x in (qs, ks, vs))
-            out = functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
-            outs.append(out[0].transpose(0, 1))
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, exchange: Exchange = ALONE) -> Tensor:
+        k = exchange.join_tokens(k, layout, purpose="K")
+        v = exchange.join_tokens(v, layout, purpose="V")
+        runs, lengths = exchange.runs(layout), list(layout.lengths)
+        samples = list(zip(k.split(lengths), v.split(lengths), strict=True))
+        # A rank without a token still has a part in the gradients of keys and values.
+        outs = [] if runs else [q + (k[:0, :1] + v[:0, :1])]
+        for (sample, first, count), qs in zip(runs, q.split([count for _, _, count in runs]), strict=True):
+            seen = (_heads_first(x[: first + count]) for x in samples[sample])
+            outs.append(_causal(qs, *seen, first)[0].transpose(0, 1))
         return torch.cat(outs)
 
     def new_cache(
@@ -143,14 +158,7 @@ class StockAttention:
             keys[row, :, start : start + count] = k[part].transpose(0, 1)
             values[row, :, start : start + count] = v[part].transpose(0, 1)
             seen = (x[row : row + 1, :, : start + count] for x in (keys, values))
-            mask = None
-            if start:
-                places = torch.arange(start + count, device=q.device)
-                mask = places[None] <= places[start:, None]
-            attended = functional.scaled_dot_product_attention(
-                _heads_first(q[part]), *seen, attn_mask=mask, is_causal=start == 0, enable_gqa=True
-            )
-            out[part] = attended[0].transpose(0, 1)
+            out[part] = _causal(q[part], *seen, start)[0].transpose(0, 1)
         return out
 
     @staticmethod

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from rl_engine.numerics.contract import Contract
-from rl_engine.ops.attention import AttentionProvider, Runs, hopper_backward, hopper_forward, hopper_paged, run_rows
+from rl_engine.ops.attention import AttentionProvider, hopper_backward, hopper_forward, hopper_paged, run_rows
 from rl_engine.ops.attention.paged import PagedBatch, PagedCache
+from rl_engine.ops.attention.static import DecodeBatch
 from rl_engine.ops.attention.triton_backward import attention_delta_kernel, attention_dkv_kernel, attention_dq_kernel
 from rl_engine.ops.attention.triton_decode import attention_decode_kernel, attention_merge_kernel, kv_store_kernel
 from rl_engine.ops.attention.triton_forward import attention_fwd_kernel
-from rl_engine.ops.layout import PackedLayout
+from rl_engine.ops.layout import PackedLayout, Runs
 from rl_engine.ops.triton_functions import launch
 
 BLOCK, SPLIT = Contract().kv_block, Contract().kv_split
@@ -290,7 +291,8 @@ def decode_pages(
 
 
 def store(k: Tensor, v: Tensor, slots: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
-    """Copies k, v [T, kv_heads, D] into the slots (int64 [T]) of pages [pages, kv_heads, page, D]."""
+    """Copies k, v [T, kv_heads, D] into the slots (int64 [T]) of pages [pages, kv_heads, page, D]; a token of a
+    negative slot nowhere."""
     _check(k, v)
     tokens, kv_heads, width = k.shape
     launch(
@@ -334,9 +336,17 @@ class _Plan:
     tables: Tensor
     tiles: Tensor
     few: Tensor
+    rows: int
     queries: int
     splits: int
     keys: int
+
+
+def _output(q: Tensor, padded: bool) -> Tensor:
+    """The result's memory; it is +0 where rows belong to no sample. Made before the keys are stored: the kernel right
+    ahead of decode must be the one that stores them."""
+    make = torch.zeros if padded else torch.empty
+    return make(q.shape, dtype=torch.bfloat16, device=q.device)
 
 
 def _plan(batch: PagedBatch, group: int, size: int, device: torch.device) -> _Plan:
@@ -344,9 +354,11 @@ def _plan(batch: PagedBatch, group: int, size: int, device: torch.device) -> _Pl
     plans: dict[tuple[int, int, torch.device], _Plan] = batch.__dict__.setdefault("_triton", {})
     key = (group, size, device)
     if key not in plans:
-        rows, starts = batch.q_offsets.tolist(), batch.q_position.tolist()
+        rows, starts, counts = batch.q_offsets.tolist(), batch.q_position.tolist(), batch.counts()
         tiles, few, queries, longest, keys = [], [], 0, 0, 0
-        for s, (row, start, count) in enumerate(zip(rows, starts, batch.q_offsets.diff().tolist(), strict=False)):
+        for s, (row, start, count) in enumerate(zip(rows, starts, counts, strict=False)):
+            if not count:
+                continue
             if count * group <= DECODE_ROWS:
                 few.append((row, start, count, s))
                 queries, longest, keys = max(queries, count), max(longest, start + count), keys + start + count
@@ -355,7 +367,7 @@ def _plan(batch: PagedBatch, group: int, size: int, device: torch.device) -> _Pl
         tiles.sort(key=lambda tile: -tile[1])
         plans[key] = _Plan(
             *(batch.slots.to(device), batch.table.to(device), _items(tiles, device), _items(few, device)),
-            *(queries, -(-longest // SPLIT), keys),
+            *(sum(counts), queries, -(-longest // SPLIT), keys),
         )
     return plans[key]
 
@@ -384,20 +396,45 @@ class TritonAttention(AttentionProvider):
     ) -> PagedCache:
         return TritonCache(layers, kv_heads, width, pages, page, device)
 
-    def cached(self, q: Tensor, k: Tensor, v: Tensor, cache: PagedCache, layer: int, batch: PagedBatch) -> Tensor:
-        keys, values = cache.k[layer], cache.v[layer]
+    def over_pages(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: PagedBatch,
+        *,
+        settled: bool = False,
+    ) -> Tensor:
         _check(q, k, v)
+        if isinstance(batch, DecodeBatch):
+            return self._over_static_pages(q, k, v, k_pages, v_pages, batch, settled)
         tile = self.tiles[q.shape[2]].prefill
         plan = _plan(batch, q.shape[1] // k.shape[1], tile.queries, q.device)
-        store(k, v, plan.slots, keys, values)
-        out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+        out = _output(q, plan.rows < q.shape[0])
+        store(k, v, plan.slots, k_pages, v_pages)
         if plan.tiles.shape[0]:
-            forward_tiles(q, keys, values, plan.tiles, plan.tables, cache.page, out, None, tile)
+            forward_tiles(q, k_pages, v_pages, plan.tiles, plan.tables, k_pages.shape[2], out, None, tile)
         if plan.few.shape[0]:
             tiles = self.tiles[q.shape[2]]
             counts = (plan.queries, plan.splits, plan.keys)
-            decode_pages(q, keys, values, plan.few, plan.tables, *counts, out, None, tiles, settled=True)
+            decode_pages(q, k_pages, v_pages, plan.few, plan.tables, *counts, out, None, tiles, settled=settled)
         return out
+
+    def _over_static_pages(
+        self, q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: DecodeBatch, settled: bool
+    ) -> Tensor:
+        """One new token of every sample; nothing is read from the batch on the host."""
+        out = _output(q, batch.padded)
+        store(k, v, batch.slots, k_pages, v_pages)
+        counts, tiles = (1, batch.splits, batch.keys), self.tiles[q.shape[2]]
+        decode_pages(q, k_pages, v_pages, batch.items, batch.table, *counts, out, None, tiles, settled=settled)
+        return out
+
+    def paired_pages(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        assert pages.shape[0] % 2 == 0 and pages.is_contiguous(), (pages.shape, pages.stride())
+        return pages[:-1], pages[1:]
 
     def delta(self, dout: Tensor, out: Tensor) -> Tensor:
         _check(dout, out)

@@ -14,15 +14,16 @@ from rl_engine.ops.triton_functions import log2
 def kv_store_kernel(k, v, slots, k_pages, v_pages, tokens, k_token, k_head, v_token, v_head,
                     kp_page, kp_head, kp_slot, vp_page, vp_head, vp_slot, page,
                     R: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """Copies K and V of R new tokens of one head into their slots (int64: page number * page + slot).
+    """Copies K and V of R new tokens of one head into their slots (int64: page number * page + slot); a token of a
+    negative slot nowhere.
 
     EARLY: the next kernel may start, if it is one that waits before it reads what is stored here.
     """
     if EARLY:
         gdc_launch_dependents()
     token, head = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.program_id(1)
-    valid, columns = (token < tokens)[:, None], tl.arange(0, D)[None, :]
-    slot = tl.load(slots + token, mask=token < tokens, other=0)[:, None]
+    slot, columns = tl.load(slots + token, mask=token < tokens, other=-1)[:, None], tl.arange(0, D)[None, :]
+    valid = slot >= 0
     key = tl.load(k + token[:, None] * k_token + head * k_head + columns, mask=valid)
     value = tl.load(v + token[:, None] * v_token + head * v_head + columns, mask=valid)
     tl.store(k_pages + slot // page * kp_page + head * kp_head + slot % page * kp_slot + columns, key, mask=valid)

@@ -187,6 +187,7 @@ typedef struct {
 static void kv_store_body(void *context, i64 token, int thread) {
     (void)thread;
     const kv_store *g = context;
+    if (g->slots[token] < 0) return;
     i64 number = g->slots[token] / g->page, slot = g->slots[token] % g->page;
     for (i64 head = 0; head < g->kv_heads; head++) {
         bf16 *k_to = g->k_pages + (number * g->kv_heads + head) * g->width * g->page + slot;
@@ -197,7 +198,7 @@ static void kv_store_body(void *context, i64 token, int thread) {
     }
 }
 
-/* Writes k, v [tokens][kv heads][width] into their pages; slots[t] = page number * page size + slot. */
+/* Writes k, v [tokens][kv heads][width] into their pages; slots[t] = page number * page size + slot, negative: nowhere. */
 void rlk_kv_store(i64 tokens, i64 kv_heads, i64 width, i64 page, const bf16 *k, i64 k_token, const bf16 *v, i64 v_token,
                   const i64 *slots, bf16 *k_pages, bf16 *v_pages) {
     kv_store g = {.tokens = tokens, .kv_heads = kv_heads, .width = width, .page = page, .k_token = k_token,

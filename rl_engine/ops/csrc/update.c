@@ -80,12 +80,12 @@ static void adamw_body(void *context, i64 item, int thread) {
         s.v[i] = v;
         changed += rlk_to_bf16(s.p[i]) != rlk_to_bf16(p);
         s.p[i] = p;
-        s.weight[i] = rlk_to_bf16(p);
+        if (s.weight) s.weight[i] = rlk_to_bf16(p);
     }
     s.changed[item] = changed;
 }
 
-/* One AdamW step on fp32 p, m, v [n] with gradient fl(g clip); weight = bf16(p). Scalars are cast once by the caller.
+/* One AdamW step on fp32 p, m, v [n] with gradient fl(g clip); weight = bf16(p), where there is one. Scalars are cast once by the caller.
    changed is int64 [ceil(n / chunk)]: how many elements of bf16(p) changed. */
 void rlk_adamw(i64 n, i64 chunk, float *p, float *m, float *v, const float *g, bf16 *weight, i64 *changed, float clip,
                float beta1, float one_minus_beta1, float beta2, float one_minus_beta2, float decay, float step_size,

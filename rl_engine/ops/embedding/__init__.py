@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_engine.ops.exchange import ALONE, Exchange
+from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.weight import Weight
 
 
@@ -22,12 +24,14 @@ class EmbeddingProvider:
         """grad fp32 [V, H] += rows bf16 [T, H] at ids int64 [T], one chain per table row in token order."""
         raise AssertionError("a provider defines lookup_gradient")
 
-    def __call__(self, ids: Tensor, weight: Weight) -> Tensor:
+    def __call__(
+        self, ids: Tensor, weight: Weight, layout: PackedLayout | None = None, exchange: Exchange = ALONE
+    ) -> Tensor:
         """bf16 [T, H] of ids int64 [T]."""
         if not torch.is_grad_enabled():
-            return weight.value[ids]
+            return exchange.lookup(ids, weight, weight.value.__getitem__)
         anchor = torch.empty(0, requires_grad=True)
-        return _Embedding.apply(ids, anchor, weight)
+        return _Embedding.apply(ids, anchor, weight, layout, exchange)
 
     def finish(self, weight: Weight) -> None:
         """Adds the kept rows of the whole step into ``weight.grad`` and forgets them."""
@@ -43,11 +47,13 @@ class EmbeddingProvider:
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, anchor: Tensor, weight: Weight) -> Tensor:
-        ctx.ids, ctx.weight = ids, weight
-        return weight.value[ids]
+    def forward(
+        ctx: Any, ids: Tensor, anchor: Tensor, weight: Weight, layout: PackedLayout | None, exchange: Exchange
+    ) -> Tensor:
+        ctx.ids, ctx.weight, ctx.layout, ctx.exchange = ids, weight, layout, exchange
+        return exchange.lookup(ids, weight, weight.value.__getitem__)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None]:
-        ctx.weight.lookups.append((ctx.ids, dy.contiguous().clone()))
-        return None, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, ...]:
+        ctx.exchange.keep_lookups(ctx.ids, dy, ctx.weight, ctx.layout)
+        return None, None, None, None, None

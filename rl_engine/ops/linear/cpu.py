@@ -14,6 +14,9 @@ class CpuLinear(LinearProvider):
     def forward(self, x: Tensor, weight: Weight, residual: Tensor | None) -> Tensor:
         return cpu_gemm.times_weight(x, weight, residual)
 
+    def pack(self, weight: Weight, *, drop_value: bool = False) -> None:
+        cpu_gemm.pack(weight, drop_value=drop_value)
+
     def input_gradient(self, dy: Tensor, weight: Weight) -> Tensor:
         return cpu_gemm.times_rows(dy, weight.value)
 

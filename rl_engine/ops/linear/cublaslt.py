@@ -16,12 +16,26 @@ from rl_engine.ops.linear.triton import TritonLinear, fold_tile
 
 class LtLinear(TritonLinear):
     def product(self, kind: str, a: Tensor, b: Tensor, residual: Tensor | None) -> Tensor:
+        if residual is not None and residual.stride(0) == 0:  # one row for all: no matrix that the library adds
+            return super().product(kind, a, b, residual)
         out = torch.empty((a.shape[0], b.shape[0]), dtype=torch.bfloat16, device=a.device)
         gemm_table.by_table(kind, a, b, out, residual)
         return out
 
     def add_weight_gradient(self, dy: Tensor, x: Tensor, layout: PackedLayout, grad: Tensor) -> None:
+        if grad.shape[1] == 1:  # the table has products of whole weights
+            super().add_weight_gradient(dy, x, layout, grad)
+            return
         add_units(dy, x, tuple(layout.unit_bounds), grad)
+
+    def add_weight_rows(self, dy: Tensor, x: Tensor, layout: PackedLayout, grad: Tensor) -> None:
+        """A proven table names the rows of TP ranks alone."""
+        from rl_engine.ops.linear.slices import add_rows
+
+        if grad.shape[1] == 1:
+            self.add_weight_gradient(dy, x, layout, grad)
+            return
+        add_rows(dy, x, layout, grad)
 
 
 def add_units(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_engine.ops.exchange import ALONE, Exchange
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.weight import Weight
 
@@ -42,18 +43,23 @@ class NormProvider:
         """grad fp32 [width] += sums [units, heads, width]: heads folded ascending from +0, units ascending."""
         add_gain(sums, grad)
 
-    def gradients(self, dy: Tensor, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None) -> Tensor:
-        """dx; the gain's gradient is added into ``weight.grad`` where the weight trains."""
+    def gradients(
+        self, dy: Tensor, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None, exchange: Exchange = ALONE
+    ) -> Tensor:
+        """dx; the gain's gradient over all ranks' tokens is added into ``weight.grad`` where the weight trains."""
         dx, terms = self.backward(dy, x, weight, eps, weight.grad is not None)
         if terms is not None:
             assert layout is not None and weight.grad is not None
-            self.add_gain(self.unit_sums(as_heads(terms), layout), weight.grad)
+            sums = exchange.gain_sums(self, as_heads(terms), layout, heads=x.dim() == 3)
+            self.add_gain(sums, weight.grad)
         return dx
 
-    def __call__(self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None = None, exchange: Exchange = ALONE
+    ) -> Tensor:
         if not torch.is_grad_enabled():
             return self.forward(x, weight, eps)
-        return _Norm.apply(x, weight, eps, layout, self)
+        return _Norm.apply(x, weight, eps, layout, self, exchange)
 
 
 def as_heads(terms: Tensor) -> Tensor:
@@ -73,14 +79,19 @@ def add_gain(sums: Tensor, grad: Tensor) -> None:
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None, provider: NormProvider
+        ctx: Any,
+        x: Tensor,
+        weight: Weight,
+        eps: float,
+        layout: PackedLayout | None,
+        provider: NormProvider,
+        exchange: Exchange,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.eps, ctx.layout, ctx.provider = weight, eps, layout, provider
+        ctx.provider, ctx.arguments = provider, (weight, eps, layout, exchange)
         return provider.forward(x, weight, eps)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        dx = ctx.provider.gradients(dy.contiguous(), x, ctx.weight, ctx.eps, ctx.layout)
-        return dx, None, None, None, None
+        return ctx.provider.gradients(dy.contiguous(), x, *ctx.arguments), None, None, None, None, None

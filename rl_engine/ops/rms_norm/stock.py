@@ -5,12 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rl_engine.ops.exchange import ALONE, Exchange
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.weight import Weight
 
 
 class StockNorm:
-    def __call__(self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None = None, exchange: Exchange = ALONE
+    ) -> Tensor:
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        return weight.value * normed.to(x.dtype)
+        gain = exchange.spread(weight.value) if x.dim() == 3 else weight.value  # a rank has some of the heads
+        return gain * normed.to(x.dtype)

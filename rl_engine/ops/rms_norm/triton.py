@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_engine.numerics.contract import Contract
+from rl_engine.ops.exchange import ALONE, Exchange
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.rms_norm import NormProvider
 from rl_engine.ops.triton_functions import inverse_root, launch, tree_columns, tree_rows
@@ -311,9 +312,11 @@ class TritonNorm(NormProvider):
         grid = (-(-width // 64),)
         launch(add_gain_kernel, grid, sums, grad, units, heads, width, warps=2, stages=10, C=64, STAGES=10)
 
-    def gradients(self, dy: Tensor, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None) -> Tensor:
-        if weight.grad is None or x.dim() == 3:
-            return super().gradients(dy, x, weight, eps, layout)
+    def gradients(
+        self, dy: Tensor, x: Tensor, weight: Weight, eps: float, layout: PackedLayout | None, exchange: Exchange = ALONE
+    ) -> Tensor:
+        if weight.grad is None or x.dim() == 3 or not exchange.alone:
+            return super().gradients(dy, x, weight, eps, layout, exchange)
         assert layout is not None
         return self.backward_with_gain(dy, x, weight, eps, layout, None)
 

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_engine.ops.exchange import ALONE, Exchange
 from rl_engine.ops.layout import PackedLayout
+from rl_engine.ops.rms_norm import NormProvider
 from rl_engine.ops.weight import Weight
 
 
@@ -109,12 +111,16 @@ class FusedRope(RopeProvider):
         positions: Tensor,
         table: RopeTable,
         layout: PackedLayout | None,
+        norm: NormProvider,
+        exchange: Exchange = ALONE,
     ) -> tuple[Tensor, Tensor]:
-        """As ``norm_rotate``, with its backward pass where gradients are wanted."""
+        """As ``norm_rotate``, with its backward pass where gradients are wanted; ``norm`` is the norm's provider."""
         positions = positions.contiguous()
         if not torch.is_grad_enabled():
             return self.norm_rotate(q, k, q_norm, k_norm, eps, positions, table)
-        rotated: tuple[Tensor, Tensor] = _NormRope.apply(q, k, q_norm, k_norm, eps, positions, table, layout, self)
+        rotated: tuple[Tensor, Tensor] = _NormRope.apply(
+            *(q, k, q_norm, k_norm, eps, positions, table, layout, self, norm, exchange)
+        )
         return rotated
 
 
@@ -131,15 +137,23 @@ class _NormRope(torch.autograd.Function):
         table: RopeTable,
         layout: PackedLayout | None,
         provider: FusedRope,
+        norm: NormProvider,
+        exchange: Exchange,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k)
         ctx.arguments, ctx.layout, ctx.provider = (q_norm, k_norm, eps, positions, table), layout, provider
+        ctx.norm, ctx.exchange = norm, exchange
         return provider.norm_rotate(q, k, *ctx.arguments)
 
     @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        dq, dk = (gradient.contiguous() for gradient in gradients)
         q, k = ctx.saved_tensors
-        gradients = ctx.provider.norm_rotate_backward(
-            dq.contiguous(), dk.contiguous(), q, k, *ctx.arguments, ctx.layout
-        )
-        return *gradients, None, None, None, None, None, None, None
+        q_norm, k_norm, eps, positions, table = ctx.arguments
+        if ctx.exchange.alone:
+            found = ctx.provider.norm_rotate_backward(dq, dk, q, k, *ctx.arguments, ctx.layout)
+            return *found, *[None] * 9
+        # The gains' terms are exchanged: two operators, to the same bits.
+        turned = (ctx.provider.rotate(dy, positions, table, -1.0) for dy in (dq, dk))
+        places = zip(turned, (q, k), (q_norm, k_norm), strict=True)
+        return *(ctx.norm.gradients(*place, eps, ctx.layout, ctx.exchange) for place in places), *[None] * 9

@@ -15,6 +15,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from rl_engine.ops.device_checks import demand
+from rl_engine.ops.exchange import ALONE, Exchange
+
 
 @dataclasses.dataclass(frozen=True)
 class DrawKey:
@@ -33,6 +36,27 @@ class DrawKey:
                 raise ValueError(f"{field.name} {value} does not fit in 32 bits")
 
 
+class NonFiniteLogits(ArithmeticError):
+    """A logit is NaN: no token can be drawn."""
+
+
+def refuse_nan(tokens: Tensor, waits: bool = True) -> Tensor:
+    """The drawn tokens.
+
+    Args:
+        waits: the host waits for the answer; without it the device asserts it (``device_checks.demand``).
+
+    Raises:
+        NonFiniteLogits: a sampler found a NaN (token -1), where the host waits.
+    """
+    message = "a logit is NaN, so no token can be drawn; look at the weights and the last update"
+    if not waits:
+        demand((tokens >= 0).all(), message)
+    elif bool((tokens < 0).any()):
+        raise NonFiniteLogits(message)
+    return tokens
+
+
 class SampleProvider:
     def best(
         self, z: Tensor, first: int, inv_t: float, mask: Tensor | None, keys: list[DrawKey]
@@ -45,9 +69,12 @@ class SampleProvider:
         """
         raise AssertionError("a provider defines best")
 
-    def draw(self, z: Tensor, inv_t: float, mask: Tensor | None, keys: list[DrawKey]) -> Tensor:
-        """Token ids int64 [R] from all logits z fp32 [R, V]."""
-        return self.best(z, 0, inv_t, mask, keys)[1]
+    def draw(
+        self, z: Tensor, inv_t: float, mask: Tensor | None, keys: list[DrawKey], exchange: Exchange = ALONE
+    ) -> Tensor:
+        """Token ids int64 [R] from logits z fp32 [R, n] of this rank's columns; -1 where a logit is NaN."""
+        first = 0 if exchange.share is None else exchange.share.first
+        return exchange.best(*self.best(z, first, inv_t, mask, keys))
 
 
 def counters(keys: list[DrawKey]) -> tuple[int, int, Tensor]:

@@ -7,8 +7,6 @@ maximum, ``q_v = floor(exp(fl(zs_v - m)) 2^32)`` in int64: top-p keeps the short
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -34,8 +32,8 @@ def retained_mask(z: Tensor, inv_t: float, top_k: int, top_p: float) -> Tensor |
         values = order.values[:, :count]
         mass = _mass(values)
         sums = mass.cumsum(1)
-        targets = [math.ceil(top_p * float(total)) for total in sums[:, -1].tolist()]
-        length = (sums < torch.tensor(targets, device=z.device)[:, None]).sum(1).add(1).clamp(max=count)
+        targets = (sums[:, -1:].double() * top_p).ceil().long()  # nothing waits for the device here
+        length = (sums < targets).sum(1).add(1).clamp(max=count)
         inside = torch.arange(count, device=z.device)[None] < length[:, None]
         keep.scatter_(1, order.indices[:, :count], inside)
     return _packed(keep)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rl_engine.ops.exchange import ALONE, Exchange
 from rl_engine.ops.layout import PackedLayout
 from rl_engine.ops.lm_head.stock import StockHead
 from rl_engine.ops.selected_logp import check_targets
@@ -13,8 +14,11 @@ from rl_engine.ops.weight import Weight
 
 
 class StockLogp:
-    def from_logits(self, z: Tensor, targets: Tensor, temperature: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        check_targets(targets, z.shape[1], mask)
+    def from_logits(
+        self, z: Tensor, targets: Tensor, temperature: float, mask: Tensor | None, exchange: Exchange = ALONE
+    ) -> tuple[Tensor, Tensor]:
+        z = exchange.join_logits(z)
+        check_targets(targets, z.shape[1], mask, exchange.waits)
         scaled = z / temperature if temperature != 1.0 else z
         if mask is not None:
             scaled = scaled.masked_fill(~unpack_mask(mask, 0, z.shape[1]), -torch.inf)
@@ -34,5 +38,8 @@ class StockLogp:
         layout: PackedLayout,
         rows: Tensor,
         head: StockHead,
+        exchange: Exchange = ALONE,
     ) -> tuple[Tensor, Tensor]:
-        return self.from_logits(head.logits(hidden[rows], weight), targets, temperature, mask)
+        own, local = exchange.own_rows(layout, rows)
+        z = head.logits(exchange.spread(hidden[local]), weight)
+        return self.from_logits(z, targets[own], temperature, None if mask is None else mask[own], exchange)

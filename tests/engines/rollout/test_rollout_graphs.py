@@ -25,8 +25,8 @@ from rl_engine.engines.rollout.builtin.graphs import (
 )
 from rl_engine.engines.rollout.builtin.memory import PagedMemory
 from rl_engine.engines.snapshot import export_snapshot
-from rl_engine.models.placement import NonFiniteLogits
 from rl_engine.ops import Operators, uniform
+from rl_engine.ops.sample import NonFiniteLogits
 from tests.engines.rollout.schedules import (
     Schedule,
     alone,

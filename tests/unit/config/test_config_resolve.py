@@ -18,6 +18,7 @@ from rl_engine.config.paths import REPOSITORY
 from rl_engine.config.preflight import check_inputs, refuse_unbuilt, wants_demo_model
 from rl_engine.config.resolve import KEPT_OURS
 from rl_engine.numerics.contract import Contract
+from rl_engine.numerics.providers import control, defaults
 from rl_engine.records.errors import UserError
 from tests.helpers.checkpoints import write_config, write_model
 
@@ -61,6 +62,14 @@ def test_without_a_compiler_the_fallback_has_its_own_contract(plan_for):
     assert set(dict(consistency.plan.providers.train).values()) == {"torch"}
     assert dict(native.plan.providers.train)["sample"] == "torch"
     assert consistency.plan.contract_id == "rlk.v1/cpu-chain256"
+
+
+def test_plans_take_the_tables_defaults_and_their_control(plan_for):
+    for chain in (True, False):
+        native, consistency = plan_for(host=HostFacts(2, None, chain=chain))
+        for side in ("train", "rollout"):
+            assert dict(getattr(consistency.plan.providers, side)) == defaults("cpu", chain)
+            assert dict(getattr(native.plan.providers, side)) == control(defaults("cpu", chain))
 
 
 def test_what_config_may_not_import_is_equal_to_the_operators_room(monkeypatch):
@@ -316,13 +325,13 @@ def test_inputs_that_a_run_needs(plan_for, tmp_path):
 
 def test_what_is_not_built_is_refused(plan_for):
     refuse_unbuilt(plan_for())
+    on_gpu = {"backend": "cuda", "tp_size": "3", "oversubscribe": True}
+    for layout in ({"tp_size": "3"}, {"rollout_tp_size": "3"}, {"cp_size": "2"}, on_gpu):
+        refuse_unbuilt(plan_for(mode="paired", **layout))  # torch's own operators too
     for build in (
         lambda: refuse_unbuilt(plan_for(stack="megatron-vllm")),
         lambda: refuse_unbuilt(plan_for(backend="rocm")),
-        lambda: refuse_unbuilt(plan_for(backend="cuda", tp_size="3", oversubscribe=True)),
         lambda: refuse_unbuilt(plan_for(pd=True)),
-        lambda: refuse_unbuilt(plan_for(tp_size="3")),
-        lambda: refuse_unbuilt(plan_for(rollout_tp_size="3")),
         lambda: refuse_unbuilt(plan_for(ray_port="8090")),
         lambda: refuse_unbuilt(plan_for(native_deterministic=True)),
         lambda: refuse_unbuilt(plan_for(vllm_gpu_memory_utilization="0.5")),

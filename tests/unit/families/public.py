@@ -114,6 +114,8 @@ ACCEPTED: dict[str, Config] = {
         576, 1536, 30, 9, 3, **_SMOL, **{"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}}
     ),
     "DeepSeek-R1-Distill-Llama 8B": _llama(4096, 14336, 32, 32, 8, **_LONG, rope_scaling=LLAMA3_ROPE),
+    "Qwen2 7B": _qwen("Qwen2", 3584, 18944, 28, 28, 4, tie_word_embeddings=False),
+    "Qwen2.5 0.5B": _qwen("Qwen2", 896, 4864, 24, 14, 2),
     "Qwen3 0.6B": _qwen("Qwen3", 1024, 3072, 28, 16, 8, **_QWEN3, rope_scaling=None),
     "Qwen3 8B": _qwen("Qwen3", 4096, 12288, 36, 32, 8, **_QWEN3, tie_word_embeddings=False),
     "Qwen3 0.6B as transformers 5 writes it": {
@@ -127,8 +129,8 @@ ACCEPTED: dict[str, Config] = {
 
 # name -> (config, words that the refusal must hold)
 REFUSED: dict[str, tuple[Config, str]] = {
-    "Qwen2 7B": (_qwen("Qwen2", 3584, 18944, 28, 28, 4, tie_word_embeddings=False), "biases of q, k and v"),
-    "Qwen2.5 0.5B": (_qwen("Qwen2", 896, 4864, 24, 14, 2), "biases of q, k and v"),
+    "Qwen2.5 7B with yarn": (_qwen("Qwen2", 3584, 18944, 28, 28, 4, rope_scaling=YARN), "rope type 'yarn'"),
+    "Qwen2.5 7B with a window": (_qwen("Qwen2", 3584, 18944, 28, 28, 4, use_sliding_window=True), "sliding-window"),
     "Qwen3 8B with yarn": (_qwen("Qwen3", 4096, 12288, 36, 32, 8, **_QWEN3, rope_scaling=YARN), "rope type 'yarn'"),
     "Qwen3 8B FP8": (
         _qwen("Qwen3", 4096, 12288, 36, 32, 8, **_QWEN3, quantization_config=_FP8),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_engine.models.placement import NonFiniteLogits
+from rl_engine.ops.sample import NonFiniteLogits
 from rl_engine.orchestrators import causes, runs
 from rl_engine.orchestrators.causes import RunFailed, of_death, of_error, of_exit
 from rl_engine.orchestrators.local import LocalRun

@@ -29,12 +29,10 @@ from rl_engine.engines.rollout.builtin.sequence import Job, Output, RolloutSetti
 from rl_engine.engines.snapshot import load_snapshots
 from rl_engine.engines.types import Request, Sample, SamplingSettings, WeightSnapshot, pack_retained
 from rl_engine.models.decoder import Decoder
-from rl_engine.models.placement import refuse_nan
 from rl_engine.models.weights import ModelWeights
 from rl_engine.ops import Operators
 from rl_engine.ops.attention.stock import DenseCache
-from rl_engine.ops.linear.stock import prepack
-from rl_engine.ops.sample import DrawKey
+from rl_engine.ops.sample import DrawKey, refuse_nan
 from rl_engine.parallel import Mesh
 
 __all__ = ["Job", "Output", "RolloutEngine", "RolloutSettings", "Statistics", "fan_out"]
@@ -132,11 +130,6 @@ class RolloutEngine:
         self.ops.pack(matrices, drop_value=True)
         if self.weights.config.tied:
             self.ops.pack([self.weights.embedding], drop_value=False)
-        if self.ops.names["linear"] == self.ops.names["lm_head"] == "stock":
-            for weight in matrices:
-                prepack(weight, drop_value=True)
-            if self.weights.config.tied:
-                prepack(self.weights.embedding)
 
     @property
     def unfinished(self) -> int:
@@ -494,8 +487,8 @@ class RolloutEngine:
 
 
 def _gpu(operators: Operators, device: torch.device, mesh: Mesh | None) -> GraphDevice | None:
-    """What captures where weights lie on a GPU, every operator is the contract's, and nothing is exchanged."""
-    if device.type != "cuda" or "stock" in operators.names.values() or (mesh is not None and mesh.size > 1):
+    """What captures where weights lie on a GPU, every provider can be captured, and nothing is exchanged."""
+    if device.type != "cuda" or not operators.captures or (mesh is not None and mesh.size > 1):
         return None
     from rl_engine.engines.rollout.builtin.cuda_graphs import CudaGraphDevice
 
