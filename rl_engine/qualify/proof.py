@@ -201,7 +201,7 @@ class _Prover:
         expected_random = reference.logits(random, weight)
         for packed in (False, True):
             if packed and capabilities(self.names["lm_head"]).packing:
-                packer = provider("linear", self.names["lm_head"])
+                packer = operators.provider("linear", self.names["lm_head"])
                 packer.pack(ones)
                 packer.pack(weight)
             for count in self.rows:

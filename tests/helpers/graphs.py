@@ -25,6 +25,9 @@ class WordsSample(CpuSample):
         return torch.cat([score for score, _ in rows]), torch.cat([token for _, token in rows])
 
 
+Addresses = tuple[list[tuple[dict[str, Any], dict[str, Any]]], list[Tensor], list[Tensor], Any]
+
+
 class RememberedGraphs:
     """Host and device memory are two pieces of the CPU's. A capture remembers every tensor that a graph would hold the
     address of: weights, cache, inputs. A replay runs on those, whatever the engine has now."""
@@ -48,18 +51,20 @@ class RememberedGraphs:
 
         return replay
 
-    def _addresses(self) -> tuple[list[dict[str, Any]], list[Tensor], list[Tensor], Any]:
+    def _addresses(self) -> Addresses:
         graphs = self.engine.graphs
         assert graphs is not None
         cache = graphs.memory.cache
-        return [dict(weight.__dict__) for weight in self.engine.weights], cache.k[:], cache.v[:], graphs._inputs
+        weights = [(dict(weight.__dict__), dict(weight.memory.__dict__)) for weight in self.engine.weights]
+        return weights, cache.k[:], cache.v[:], graphs._inputs
 
-    def _use(self, addresses: tuple[list[dict[str, Any]], list[Tensor], list[Tensor], Any]) -> None:
+    def _use(self, addresses: Addresses) -> None:
         weights, keys, values, inputs = addresses
         graphs = self.engine.graphs
         assert graphs is not None
-        for weight, attributes in zip(self.engine.weights, weights, strict=True):
+        for weight, (attributes, tensors) in zip(self.engine.weights, weights, strict=True):
             weight.__dict__.update(attributes)
+            weight.memory.__dict__.update(tensors)
         graphs.memory.cache.k[:], graphs.memory.cache.v[:] = keys, values
         graphs._inputs = inputs
 

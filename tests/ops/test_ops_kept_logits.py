@@ -153,7 +153,7 @@ def test_the_kept_logits_are_what_backward_reads() -> None:
     for change in (False, True):
         weight.enable_training()
         leaf, logp, _ = score(ops, weight, hidden, LAYOUT)
-        loan = weight._loan
+        loan = weight.memory._loan
         assert loan is not None
         if change:
             kept_logits(loan.space, logp.numel())[2][4, 7] += 1.0
