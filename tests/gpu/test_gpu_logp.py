@@ -155,3 +155,15 @@ def test_a_target_outside_is_an_input_error() -> None:
     z = torch.zeros((2, 300), device="cuda")
     with pytest.raises(ValueError, match="outside the vocabulary of 300"):
         provider("selected_logp", "triton").from_logits(z, torch.tensor([0, 300], device="cuda"), 1.0, None)
+
+
+def test_a_rank_without_a_loss_token_has_empty_gradients() -> None:
+    """As context parallelism leaves one: nothing is launched, and no product is asked for an empty tensor."""
+    from rl_engine.ops.selected_logp import LogpState
+
+    weight = Weight("head", torch.randn((300, 64), device="cuda").bfloat16(), (Part("head", 0, 300),))
+    logp, head = provider("selected_logp", "triton"), provider("lm_head", "triton")
+    hidden, targets = torch.zeros((0, 64), dtype=torch.bfloat16, device="cuda"), torch.zeros(0, device="cuda").long()
+    state, c = LogpState.empty(0, hidden.device), torch.zeros(0, device="cuda")
+    dz = logp.group_gradient(hidden, weight, (0, 128), 1.0, None, targets, state, c, head)
+    assert dz.shape == (0, 128) and dz.dtype == torch.bfloat16

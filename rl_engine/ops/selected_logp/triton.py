@@ -350,6 +350,8 @@ class TritonLogp(LogpProvider):
             return self.logits_gradient(z, columns[0], inv_t, mask, targets, state, c)
         values = weight.value[columns[0] : columns[1]]
         dz = torch.empty((hidden.shape[0], values.shape[0]), dtype=torch.bfloat16, device=hidden.device)
+        if not dz.numel():  # a context-parallel rank may have no loss token; the copy engine takes no empty tensor
+            return dz
         if torch.version.hip is None and copyable(hidden) and copyable(values):
             self._dz_product(hidden, values, columns[0], inv_t, mask, targets, state, c, dz)
             return dz
