@@ -202,7 +202,7 @@ class Traffic:
         sent, s = 0, self.sharding
         if self.tp > 1:
             for name in merged_names(self.config):
-                if "_proj" in name:
+                if "_proj.weight" in name:
                     rows = len(s.canonical_rows(name, self.tp_index))
                     width = max(s.inputs(name, rank)[1] for rank in range(self.tp))
                     first, last = s.inputs(name)

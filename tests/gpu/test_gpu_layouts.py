@@ -20,7 +20,7 @@ from rl_engine.models.checkpoint import save_checkpoint
 from rl_engine.models.config import ModelConfig
 from rl_engine.models.weights import random_weights
 from tests.helpers.gpu import needs_gpu
-from tests.helpers.models import llama, qwen3, sampling, train_settings
+from tests.helpers.models import llama, qwen2, qwen2_weights, qwen3, sampling, train_settings
 from tests.helpers.ranks import Rank, run_ranks
 from tests.parallel.conftest import Baseline, make_baseline
 from tests.parallel.controls import train_controls
@@ -40,9 +40,11 @@ pytestmark = [pytest.mark.gpu, needs_gpu]
 FAMILIES: dict[str, ModelConfig] = {
     "qwen3": qwen3(layers=2, intermediate=1536, head_dim=128, vocabulary=4997),
     "llama": llama(layers=2, intermediate=1536, vocabulary=5003, tied=True, kv_heads=4),
+    "qwen2": qwen2(layers=2, intermediate=1536, vocabulary=4997),
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3": {"sampling": {}, "train": {}},
+    "qwen2": {"sampling": {}, "train": {}},
     "llama": {
         "sampling": {"temperature": 0.7, "top_p": 0.95, "top_k": 20},
         "train": {"temperature": 0.7, "kl_coef": 0.1},
@@ -58,13 +60,15 @@ LAYOUTS = (
     ("qwen3", Layout(4, 2, rollout_tp=4, max_tokens=4096)),
     ("llama", Layout(4, 1, rollout_tp=2)),
     ("llama", Layout(2, 2, rollout_tp=2, max_tokens=1200)),
+    ("qwen2", Layout(2, 2, rollout_tp=2)),
 )
 
 
 def make_scene(family: str, folder: Path, **changes: Any) -> Scene:
     settings = SETTINGS[family]
     folder.mkdir()
-    save_checkpoint(folder, random_weights(FAMILIES[family], 3))
+    make = qwen2_weights if family == "qwen2" else random_weights
+    save_checkpoint(folder, make(FAMILIES[family], 3))
     stops = tuple(range(3, 600))
     return Scene(
         checkpoint=folder,
@@ -174,12 +178,24 @@ def work_by_table(rank: Rank, table: str, scene: Scene, layout: Layout, baseline
     return report | {"prepared": sorted({form[0] for form in held.prepared})}
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 2, rollout_tp=2), Layout(4, 1, rollout_tp=4)], ids=str)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen3", Layout(2, 2, rollout_tp=2)),
+        ("qwen3", Layout(4, 1, rollout_tp=4)),
+        ("qwen2", Layout(2, 2, rollout_tp=2)),
+    ],
+    ids=str,
+)
 def test_products_by_the_table(
-    layout: Layout, baselines: dict[str, Any], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    family: str,
+    layout: Layout,
+    baselines: dict[str, Any],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """cuBLASLt on the slices of TP ranks, the proven tile on the rows of CP ranks: the bits of Triton on one rank."""
-    baseline = one_rank("qwen3", baselines, tmp_path_factory)
+    baseline = one_rank(family, baselines, tmp_path_factory)
     table = tmp_path / "table.json"
     table.write_text(quick_table(baseline.config, (layout.tp, layout.rollout_tp)))
     scene = dataclasses.replace(baseline.scene, providers="gpu")

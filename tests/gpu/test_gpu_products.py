@@ -91,6 +91,12 @@ def test_residual_and_gradients() -> None:
         assert_bitwise(
             linear.forward(x, w, residual).cpu(), (residual.float() + branch).bfloat16().cpu(), "residual epilogue"
         )
+        bias = weight(residual[0].clone())
+        for rows in (1, 8, 188):
+            with torch.no_grad():
+                y = linear(x[:rows], w, bias=bias)
+            expected = (bias.value.float() + branch[:rows]).bfloat16()
+            assert_bitwise(y.cpu(), expected.cpu(), f"bias epilogue, {rows} rows")
         expected = fp32(dy, w.value.T, ANCHOR).bfloat16()
         assert_bitwise(linear.input_gradient(dy, w).cpu(), expected.cpu(), "dX")
         start = torch.randn((208, 328), device="cuda")
@@ -99,6 +105,12 @@ def test_residual_and_gradients() -> None:
         for first, last in layout.unit_bounds:
             folded += fp32(dy[first:last].T, x[first:last].T, ANCHOR)
         assert_bitwise(grad.cpu(), folded.cpu(), "dW, unit by unit")
+        ones, column = torch.ones((188, 1), dtype=torch.bfloat16, device="cuda"), start[:, 0].clone()
+        summed = column.clone()
+        linear.add_weight_gradient(dy, ones, layout, column.unsqueeze(1))
+        for first, last in layout.unit_bounds:
+            summed += fp32(dy[first:last].T, ones[first:last].T, ANCHOR)[:, 0]
+        assert_bitwise(column.cpu(), summed.cpu(), "a bias' gradient, unit by unit")
 
 
 @pytest.mark.parametrize("tile", ["pointers", "tma", "hopper"])

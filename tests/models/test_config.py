@@ -44,7 +44,7 @@ def test_demo_model(smollm2: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MistralForCausalLM"]}, r"Mistral.* \(sliding.*\), expected LlamaForCausalLM or Qwen3"),
+        ({"architectures": ["MistralForCausalLM"]}, r"Mistral.* \(sliding.*\), expected LlamaForCausalLM or Qwen2"),
         ({"architectures": None}, "architecture none"),
         ({"architectures": []}, "architecture none"),
         ({"attention_bias": True}, "attention_bias is set"),

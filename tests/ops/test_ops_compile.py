@@ -4,6 +4,7 @@ unit. A new kernel adds its entries to ``KERNELS``; a kernel without one fails `
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.util
 from pathlib import Path
 
@@ -68,6 +69,14 @@ def _fold(rows: int, columns: int, depth: int, warps: int, stages: int, *, tma: 
     return Kernel(
         *("rl_engine.ops.triton_gemm", name, arguments, sizes, warps, stages), unaligned=("COUNT",), targets=targets
     )
+
+
+def _bias_fold() -> Kernel:
+    """The gradient of a bias: one column, whose strides are 1."""
+    whole = _fold(128, 64, 64, 8, 3, tma=False)
+    ones = {"N": 1, "sx": 1, "sg": 1}
+    arguments = {name: kind for name, kind in whole.arguments.items() if name not in ones}
+    return dataclasses.replace(whole, arguments=arguments, constants={**whole.constants, **ones})
 
 
 LOGP = "rl_engine.ops.selected_logp.triton"
@@ -138,6 +147,7 @@ KERNELS: list[Kernel] = [
     _tma(128, 128, 64, 8, 5, True, True, "gemm_tma_kernel", PROGRAMS=132),
     _fold(128, 128, 64, 8, 4, tma=True),
     _fold(128, 64, 64, 8, 3, tma=False),
+    _bias_fold(),
     Kernel(
         *("rl_engine.ops.gluon_fold", "fold_specialized_kernel"),
         {"dy": "tensordesc<bf16[64,64],{AL}>", "x": "tensordesc<bf16[64,128],{BL}>", "grad": "*fp32"}

@@ -341,5 +341,5 @@ def work(rank: Rank, scene: Scene, layout: Layout, baseline: Path | None, extra_
 
 def whole_bytes(config: ModelConfig) -> tuple[int, int]:
     """(bf16 bytes of the model, of its norms, which every TP rank holds)."""
-    shapes = config.tensor_shapes().values()
-    return sum(2 * math.prod(s) for s in shapes), sum(2 * math.prod(s) for s in shapes if len(s) == 1)
+    sizes = {name: 2 * math.prod(shape) for name, shape in config.tensor_shapes().items()}
+    return sum(sizes.values()), sum(size for name, size in sizes.items() if "norm" in name)

@@ -82,7 +82,7 @@ def check_coverage(ended: list[Ended], layout: Layout, baseline: Baseline) -> No
 def check_memory(ended: list[Ended], layout: Layout, config: ModelConfig) -> None:
     """Each rank holds its shard and no more: bytes add up to the model's, norms counted once per TP rank."""
     whole, norms = whole_bytes(config)
-    linear = sum(2 * math.prod(s) for n, s in config.tensor_shapes().items() if "_proj." in n)
+    linear = sum(2 * math.prod(s) for n, s in config.tensor_shapes().items() if "_proj.weight" in n)
     held = [rank.result["bytes"] for rank in ended if "bytes" in rank.result]  # after the last update
     assert len(held) == layout.tp * layout.cp
     assert all(rank["parameters"] == rank["stated"] for rank in held)

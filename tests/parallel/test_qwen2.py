@@ -14,7 +14,7 @@ from tests.helpers.models import qwen2, qwen2_weights, sampling, train_settings
 from tests.helpers.ranks import Rank, run_ranks
 from tests.parallel.conftest import STOPS, Baseline, make_baseline
 from tests.parallel.scene import Layout, Scene, work
-from tests.parallel.test_layouts import check_equal
+from tests.parallel.test_layouts import check_equal, check_memory, check_traffic
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,10 @@ def test_layout_equals_one_rank(layout: Layout, biased: Baseline, tmp_path: Path
     for facts in biased.facts["steps"]:
         assert facts["logprobs"] == facts["rollout logprobs"]
         assert facts["ratio mismatches"] == 0
-    check_equal(run_ranks(work, layout.size, tmp_path, biased.scene, layout, biased.folder), layout, biased)
+    ended = run_ranks(work, layout.size, tmp_path, biased.scene, layout, biased.folder)
+    check_equal(ended, layout, biased)
+    check_memory(ended, layout, biased.config)
+    check_traffic(ended, layout, biased)
 
 
 def counted_as_a_norm(rank: Rank, scene: Scene, layout: Layout, baseline: Path) -> object:

@@ -235,14 +235,17 @@ def test_passes_that_are_launched() -> None:
 
 
 def test_who_captures() -> None:
-    """One rank with the contract's operators on a GPU, nobody else."""
+    """One rank with the contract's operators of a GPU, nobody else."""
     gpu, ours, stock = torch.device("cuda", 0), Operators(uniform("cpu")), Operators(uniform("stock"))
+    host = Operators(uniform("cpu"))
+    ours.names.update(uniform("gpu"))  # what they can do is asked by name
     made: list[torch.device] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rl_engine.engines.rollout.builtin.cuda_graphs.CudaGraphDevice", made.append)
         for ops, device, mesh in (
             (ours, torch.device("cpu"), None),
             (stock, gpu, None),
+            (host, gpu, None),
             (ours, gpu, SimpleNamespace(size=2)),
         ):
             assert _gpu(ops, device, mesh) is None and not made
