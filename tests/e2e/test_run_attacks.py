@@ -21,7 +21,7 @@ from rl_engine.config.plan import Plan, SamplingPlan
 from rl_engine.engines.builtin import BuiltinRolloutEngine, BuiltinTrainEngine
 from rl_engine.engines.protocol import Host
 from rl_engine.engines.types import Request, Sample, UpdateResult
-from rl_engine.models import placement
+from rl_engine.models import decoder
 from rl_engine.records.reader import RunReader
 from rl_engine.records.statistics import logprob_statistics
 from tests.e2e.harness import profile, save_model
@@ -208,12 +208,12 @@ def test_retained_sets_of_a_wider_filter_are_seen(
     wide_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rollout keeps more than top-p says, and both sides score over what it kept."""
-    honest = placement.retained_mask
+    honest = decoder.retained_mask
 
     def wider(z: Any, inv_t: float, top_k: int, top_p: float) -> Any:
         return honest(z, inv_t, top_k, top_p + 0.05)
 
-    monkeypatch.setattr(placement, "retained_mask", wider)
+    monkeypatch.setattr(decoder, "retained_mask", wider)
     run = plain_run(plan_for(tmp_path, wide_model, "--top-p", "0.8"), monkeypatch)
     assert "retained sets differ" in drawn_again(run).found
 
