@@ -7,21 +7,15 @@ import functools
 
 from benchmarks import workload
 from benchmarks.measure import Case, Report, in_turns
+from rl_engine.config.plan import LossPlan, OptimizerPlan
 from rl_engine.engines.train.builtin import TrainEngine, TrainSettings
 
 QUICK_LAYERS = 8  # both trainers live at once: 18 bytes a parameter each
 
 SETTINGS = TrainSettings(
+    optimizer=OptimizerPlan(lr=1e-6, weight_decay=0.1, beta1=0.9, beta2=0.98, eps=1e-8, clip_grad=1.0),
+    loss=LossPlan(kl_coef=0.0, std_normalization=True, advantage_eps=1e-6, clip_low=0.2, clip_high=0.2),
     temperature=1.0,
-    lr=1e-6,
-    weight_decay=0.1,
-    beta1=0.9,
-    beta2=0.98,
-    eps=1e-8,
-    clip_grad=1.0,
-    kl_coef=0.0,
-    clip_low=0.2,
-    clip_high=0.2,
     fold_tokens=512,
     max_tokens=None,
 )

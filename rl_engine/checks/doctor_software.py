@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from rl_engine.checks.doctor_ask import Answer, ask, judged, passed, version_at_least, version_matches
 from rl_engine.checks.finding import Finding
+from rl_engine.config.engines import BUILTIN, HERE, SIDES, find_engine
 from rl_engine.config.resolve import ResolvedPlan
 
 ASK_SECONDS = 20.0
@@ -204,10 +205,16 @@ def plugins(resolved: ResolvedPlan) -> Iterator[Finding]:
     answer = _versions(plan.python)
     if answer.error:
         return
-    if plan.stack == "builtin":
+    if plan.stack in HERE:
         root = dict(plan.paths).get("rl_kernel_root", "")
         good = bool(answer.text("rl-kernel")) or os.path.isdir(os.path.join(root, "rl_engine"))
         yield judged("engines", good, f"rl_engine from {root or 'nowhere'}", "importable", "python -m pip install -e .")
+        for side in SIDES:
+            engine = find_engine(side, plan.engines.of(side))
+            if engine.name != BUILTIN:
+                yield passed(
+                    f"{side} engine", f"{engine.name} of {engine.package} {engine.version}", "an installed one"
+                )
         return
     registered = ask(plan.python, _PLUGINS, ASK_SECONDS)
     ours = registered.body.get("ours")

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_engine.checks.finding import Finding
-from rl_engine.checks.gates.evidence import locate
+from rl_engine.checks.gates.evidence import NOT_DECLARED, Asks, RunEvidence, locate
 from rl_engine.config.plan import Plan
 from rl_engine.numerics.bits import compare_bits
 from rl_engine.records import paths
@@ -31,6 +31,7 @@ from rl_engine.records.samples import Arrays, check_arrays, load_tensors, retain
 from rl_engine.records.types import SampleBatch
 
 RESCORE, REDRAW = "rescore", "redraw"
+DRAWS: Asks = (("train", "draws"), ("rollout", "draws"))
 _SECONDS = 6 * 3600
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _HINT = "sources, model or machine are not those of the run; see `compare` and environment-*.json"
@@ -90,7 +91,13 @@ def rescore_findings(run_dir: Path | str, rescore: str | int = "chosen") -> list
         far = reach(reader)[1]
     except UserError as error:
         return [Finding(RESCORE, "FAIL", printable(error.found), error.expected, error.hint)]
-    return _findings([_computed_again(reader, step) for step in steps], far)
+    found = _findings([_computed_again(reader, step) for step in steps], far)
+    evidence = RunEvidence(reader)
+    missing = evidence.undeclared(DRAWS) if evidence.plan.mode == "consistency" else []
+    if missing:
+        words = printable(f"{NOT_DECLARED}: {', '.join(missing)}")
+        found.append(Finding(REDRAW, "WARN", words, "tokens as the plan's seed and the weights draw them", ""))
+    return found
 
 
 def rescore_finding(run_dir: Path | str, step: int) -> Finding:
@@ -141,8 +148,9 @@ def _computed_again(reader: RunReader, step: int) -> _Again:
     command = ""
     try:
         batch = reader.samples(step)
-        keyed = decode(Plan, reader.plan().plan, paths.PLAN).mode == "consistency"
-        arrays, problem, command = _child(reader, step)
+        evidence = RunEvidence(reader)
+        keyed = evidence.plan.mode == "consistency" and not evidence.undeclared(DRAWS)
+        arrays, problem, command = _child(reader, step, keyed)
         if problem:
             return _Again(step, problem=problem, hint=command)
         check_arrays(arrays, _TRAIN | (_DRAWS if keyed else {}), RESCORE)
@@ -163,7 +171,7 @@ def _computed_again(reader: RunReader, step: int) -> _Again:
     )
 
 
-def _child(reader: RunReader, step: int) -> tuple[Arrays, str, str]:
+def _child(reader: RunReader, step: int, keyed: bool) -> tuple[Arrays, str, str]:
     """(what the child computed, what went wrong, its command line).
 
     The child is this interpreter with this package, never a path out of the run directory; ``-P`` keeps modules in the
@@ -172,7 +180,7 @@ def _child(reader: RunReader, step: int) -> tuple[Arrays, str, str]:
     with tempfile.TemporaryDirectory(prefix="rlk-rescore-") as folder:
         out = Path(folder) / "rescore.safetensors"
         command = [sys.executable, "-P", "-m", "rl_engine.engines.train.rescore", "--run-dir", str(reader.run_dir)]
-        command += ["--step", str(step), "--out", str(out)]
+        command += [*(["--draws"] if keyed else []), "--step", str(step), "--out", str(out)]
         # Relative entries would lead into the working directory again.
         inherited = filter(os.path.isabs, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_PACKAGE_ROOT), *inherited])}

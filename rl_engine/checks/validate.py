@@ -11,11 +11,12 @@ from typing import cast
 from rl_engine.checks.finding import Finding
 from rl_engine.checks.gates import GATES
 from rl_engine.checks.gates.evidence import NOT_JUDGED, RunEvidence, run_gate
-from rl_engine.checks.rescore import rescore_finding, rescore_findings, wanted_steps
+from rl_engine.checks.rescore import REDRAW, RESCORE, rescore_finding, rescore_findings, wanted_steps
 from rl_engine.checks.seal import seal_run, verify_seal
+from rl_engine.config.engines import EVIDENCE, SIDES
 from rl_engine.records.codec import RecordError, encode
 from rl_engine.records.environment import utc_now
-from rl_engine.records.errors import UserError
+from rl_engine.records.errors import UserError, printable
 from rl_engine.records.reader import RunReader
 from rl_engine.records.statistics import merge_statistics
 from rl_engine.records.types import FindingRecord, Status, ValidationRecord
@@ -103,13 +104,18 @@ def conclusions(evidence: RunEvidence, findings: Sequence[Finding]) -> tuple[tup
         "who wrote these files: keep the root that sealing prints elsewhere, and compare with --expect-root",
     ]
     names = {finding.name: finding.status for finding in findings}
-    again = {finding.name: finding.found for finding in findings if finding.name in ("rescore", "redraw")}
+    again = {f.name: f.found for f in findings if f.name in (RESCORE, REDRAW) and f.status == "PASS"}
     if names.get("rescore") != "PASS":
         limits.append("that a fresh process computes the same logprobs from the recorded tokens (use --rescore)")
     elif evidence.plan.mode == "consistency":
         limits.append("logprobs and draws of the steps that no fresh process computed again")
     if names.get("evidence") == "WARN" or evidence.plan.evidence != "formal":
         limits.append("clean sources on a tested topology: this is not formal evidence")
+    for side in SIDES:
+        kinds = ", ".join(kind for kind in EVIDENCE[side] if not evidence.declares(side, kind))
+        if kinds:
+            name = printable(evidence.plan.engines.of(side)[:40])
+            limits.append(f"what the {side} engine {name} does not declare: {kinds}")
     if not passed(findings):
         failed = ", ".join(name for name, status in names.items() if status == "FAIL")
         return (), ("anything: these gates failed: " + failed, *limits)
@@ -119,12 +125,17 @@ def conclusions(evidence: RunEvidence, findings: Sequence[Finding]) -> tuple[tup
     else:
         first = f"a native control: {total.mismatches} of {total.tokens_compared} logprobs differ in bits"
         limits.append("equality of rollout and trainer, which native mode does not aim at")
+    scored = ", each scored by the trainer itself" if evidence.declares("train", "routes") else ""
     shown = [
         first,
-        f"{len(evidence.steps)} steps of {evidence.plan.global_batch_size} samples, each scored by the trainer itself",
-        "every planned operator ran through its planned provider on both sides, with measured calls",
-        "every rollout rank loaded exactly the bits that the trainer exported, version by version",
+        f"{len(evidence.steps)} steps of {evidence.plan.global_batch_size} samples{scored}",
     ]
+    routed = [side for side in SIDES if evidence.declares(side, "routes")]
+    if routed:
+        where = "both sides" if len(routed) == 2 else f"the {routed[0]} side"
+        shown.append(f"every planned operator ran through its planned provider on {where}, with measured calls")
+    if evidence.declares("rollout", "weights"):
+        shown.append("every rollout rank loaded exactly the bits that the trainer exported, version by version")
     shown += [f"a fresh process computed the same bits from the recorded tokens: {text}" for text in again.values()]
     return tuple(shown), tuple(limits)
 

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 
+from rl_engine.config.engines import HERE
 from rl_engine.config.plan import Plan
 
 
@@ -38,7 +39,7 @@ def _environment(plan: Plan, paths: Mapping[str, str]) -> dict[str, str]:
         "OMP_NUM_THREADS": str(plan.threads),
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if plan.stack == "builtin":
+    if plan.stack in HERE:
         return env
     first = [paths[name] for name in ("te_root", "cuda_python_site") if name in paths]
     first += [paths[name] for name in ("rl_kernel_root", "vime_root", "megatron_root") if name in paths]

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 
 from rl_engine.config.codec import plan_digest
 from rl_engine.config.command import rollout_engine_arguments, submission
+from rl_engine.config.engines import HERE
 from rl_engine.config.memory import RankMemory, rollout_memory, train_memory
 from rl_engine.config.options import BY_NAME
 from rl_engine.config.paths import PATH_NAMES, PLACEHOLDER, Value
 from rl_engine.config.preflight import unused_paths, wants_demo_model
 from rl_engine.config.resolve import ResolvedPlan
+from rl_engine.records.codec import encode
 
 MADE = ("workspace", "data_root", "output_root")
 
@@ -34,7 +36,7 @@ def _plan_object(item: ResolvedPlan) -> dict[str, object]:
     sent = submission(item.plan, given_arguments(item))
     return {
         "digest": plan_digest(item.plan),
-        "plan": dataclasses.asdict(item.plan),
+        "plan": encode(item.plan),
         "memory": {
             "train_rank": {**dataclasses.asdict(train), "total": train.total},
             "rollout_rank": {**dataclasses.asdict(rollout), "total": rollout.total},
@@ -94,7 +96,7 @@ def _path_row(value: Value, item: ResolvedPlan) -> tuple[str, str, str]:
     if os.path.exists(text):
         return flag, text, _source(value)
     made = value.name in MADE or (value.name == "model_root" and wants_demo_model(item) is not None)
-    absent = "run makes it" if made and item.plan.stack == "builtin" else f"missing, {flag}"
+    absent = "run makes it" if made and item.plan.stack in HERE else f"missing, {flag}"
     return flag, f"{text} ({absent})", _source(value)
 
 
@@ -120,6 +122,7 @@ def _plan_lines(item: ResolvedPlan) -> list[str]:
         f"  run directory   {plan.run_dir}",
         f"  digest          {plan_digest(plan)}",
         f"  contract        {plan.contract_id} ({plan.contract_digest[:16]})",
+        f"  engines         train {plan.engines.train}, rollout {plan.engines.rollout}",
         f"  training        TP {shape.train_tp} x CP {shape.train_cp} = {shape.train_tp * shape.train_cp} rank(s)",
         f"  rollout         {shape.rollout_engines} engine(s) of TP {shape.rollout_tp} x CP {shape.rollout_cp}",
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from rl_engine.config.engines import BUILTIN
 from rl_engine.config.plan import ModelFacts, Plan
 from rl_engine.numerics.contract import Contract
 
@@ -57,7 +58,7 @@ def train_memory(plan: Plan) -> RankMemory:
     one_layer = 2 * tokens * width * BF16
     at_once = 1 if plan.mode == "native" else Contract().logp_groups
     logits = 2 * tokens * (model.padded_vocab_size // shape.train_tp) * FP32 // at_once
-    optimizer = 3 * FP32 * count // (shape.train_cp if plan.stack != "builtin" else 1)
+    optimizer = 3 * FP32 * count // (shape.train_cp if plan.engines.train != BUILTIN else 1)
     reference = BF16 * count if plan.loss.kl_coef > 0 else 0
     return RankMemory(
         weights=BF16 * count + reference,

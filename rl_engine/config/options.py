@@ -163,7 +163,9 @@ def _opt(
 
 OPTIONS: tuple[Option, ...] = (
     _opt("--backend", "choice", None, "device kind", choices="cpu cuda rocm", derived="the device of this machine"),
-    _opt("--stack", "choice", "builtin", "engines to run", choices="builtin megatron-vllm vime"),
+    _opt("--stack", "choice", "builtin", "engines of both sides, by one name", choices="builtin megatron-vllm vime"),
+    _opt("--train-engine", "str", None, "installed engine that trains", derived="the stack's"),
+    _opt("--rollout-engine", "str", None, "installed engine that generates", derived="the stack's"),
     _opt("--mode", "choice", "consistency", "native, consistency or both", choices="native consistency paired"),
     _opt("--rollouts/--steps/--num-rollout", "int", 200, "GRPO updates", 1, BIG),
     _opt("--seed", "int", 1234, "seed of data order and initial state", 0, BIG),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from rl_engine.config.engines import STACKS, Engines
+from rl_engine.records.codec import added
+
 DEVICE_KINDS = {"cpu": "cpu", "cuda": "cuda-sm90", "rocm": "rocm-gfx942"}  # backend -> the contract's device kind
 
 
@@ -127,7 +130,7 @@ class Plan:
     profile: str
     mode: str  # native | consistency
     backend: str  # cpu | cuda | rocm
-    stack: str  # builtin | megatron-vllm | vime
+    stack: str  # builtin | megatron-vllm | vime | custom: the two engines that are named below
     run_id: str
     run_dir: str
     model_root: str
@@ -158,3 +161,16 @@ class Plan:
     allow_dirty: bool = False
     checkpoint_every: int = 1  # finished steps from one saved trainer state to the next; 0 saves none
     require_control: bool = False
+    train_engine: str = added("")  # named where no stack has the pair
+    rollout_engine: str = added("")
+
+    @property
+    def engines(self) -> Engines:
+        """The engine of each side, by name."""
+        named = STACKS.get(self.stack, Engines("", ""))
+        return Engines(self.train_engine or named.train, self.rollout_engine or named.rollout)
+
+    @property
+    def local(self) -> bool:
+        """Whether this package's own loop runs it; otherwise another orchestrator does."""
+        return self.stack != "vime"

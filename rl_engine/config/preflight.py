@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from rl_engine.config.engines import CUSTOM, HERE, SIDES, find_engine
 from rl_engine.config.model_facts import check_tensors
 from rl_engine.config.paths import PLACEHOLDER, REPOSITORY, bundled
 from rl_engine.config.plan import Plan
@@ -25,7 +26,7 @@ def refuse_unbuilt(resolved: Sequence[ResolvedPlan]) -> None:
         UserError: a stack, backend or way of running that this version does not have, or such a folder.
     """
     plan = resolved[0].plan
-    if plan.stack != "builtin":
+    if not plan.local:
         chosen = resolved[0].profile
         by_default = chosen.why.startswith(REFERENCE)  # nobody asked for that stack: a workspace was given
         raise UserError(
@@ -33,6 +34,8 @@ def refuse_unbuilt(resolved: Sequence[ResolvedPlan]) -> None:
             "stack builtin: this version plans the others but does not run them",
             _DEMOS if by_default else "--stack builtin",
         )
+    for side in SIDES:
+        find_engine(side, plan.engines.of(side), f"--stack {plan.stack}: {side} engine")
     if plan.backend == "rocm":
         raise UserError(
             "--backend rocm", "backend cpu or cuda: this version's built-in engines run there", "--backend cpu"
@@ -45,7 +48,7 @@ def refuse_unbuilt(resolved: Sequence[ResolvedPlan]) -> None:
     _refuse_mixed_heads(resolved)
     _refuse_source_folders(resolved)
     _refuse_unused(resolved)
-    for name, what in _NOT_HONOURED:
+    for name, what in _NOT_HONOURED if plan.stack == CUSTOM else (*_NOT_BY_OURS, *_NOT_HONOURED):
         value = next((value for value in resolved[0].values if value.name == name), None)
         if value is not None and value.source == "flag":
             raise UserError(
@@ -55,9 +58,11 @@ def refuse_unbuilt(resolved: Sequence[ResolvedPlan]) -> None:
             )
 
 
-_NOT_HONOURED = (
+_NOT_BY_OURS = (  # which an engine of another package may honour
     ("vllm_gpu_memory_utilization", "they take memory as they need it"),
     ("native_deterministic", "their stock operators have no determinism flags"),
+)
+_NOT_HONOURED = (
     ("ray_port", "their Ray head takes a free port"),
     ("ray_dashboard_port", "their Ray head takes a free port"),
 )
@@ -111,7 +116,7 @@ def _refuse_source_folders(resolved: Sequence[ResolvedPlan]) -> None:
 def unused_paths(plan: Plan) -> set[str]:
     """Paths that the plan's engines and device have no use for."""
     unused = set() if plan.data.source == "jsonl" else {"prompt_data"}
-    if plan.stack == "builtin":
+    if plan.stack in HERE:
         unused |= {"ref_load", "vime_root", "megatron_root", "vllm_root"}
     return unused | ({"te_root", "cuda_python_site", "cuda_runtime_root"} if plan.backend == "cpu" else set())
 

@@ -12,15 +12,11 @@ from pathlib import Path
 from typing import cast
 
 from rl_engine.config import topology as rules
-from rl_engine.config.host import HostFacts
+from rl_engine.config.engines import BUILTIN, SIDES, STACKS, Engines, find_engine, stack_of
 from rl_engine.config.model_facts import pad_vocab, read_model_facts
 from rl_engine.config.options import (
-    BY_NAME,
     OPERATORS,
     OPTIONS,
-    VERB_DEFAULTS,
-    Option,
-    Scalar,
     native_override,
     stop_strings,
 )
@@ -39,6 +35,7 @@ from rl_engine.config.plan import (
     Topology,
 )
 from rl_engine.config.profile import LoadedProfile, choose_profile, profile_default
+from rl_engine.config.values import Request, Values
 from rl_engine.numerics.contract import Contract
 from rl_engine.records.errors import UserError
 
@@ -54,22 +51,6 @@ KEPT_OURS = (
     "grad_norm",
 )  # same noise and optimizer in both arms: only the model's arithmetic differs
 PRODUCTS = ("linear", "lm_head")  # on an NVIDIA GPU by the proven table
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One command line: values by option and path name, as text (switches as True); ``spelled``: flags as typed."""
-
-    verb: str
-    flags: Mapping[str, str | bool]
-    path_flags: Mapping[str, str]
-    profile: str | None
-    env: Mapping[str, str]
-    cwd: Path
-    host: HostFacts
-    now: datetime.datetime
-    detach: bool = False
-    spelled: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,57 +114,12 @@ def _threads(cores: int, shape: Topology) -> int:
     return max(1, cores // max(train, rollout))
 
 
-class _Resolver:
-    """Values of one request; every value asked for is remembered with its source."""
+class _Resolver(Values):
+    """The plan of one request, group by group; each group asks for its values once."""
 
     def __init__(self, request: Request, loaded: LoadedProfile) -> None:
-        self.request, self.loaded = request, loaded
-        self.values: dict[str, Value] = {}
+        super().__init__(request, loaded)
         self._run_id: str | None = None
-
-    # -- single values
-
-    def given(self, name: str) -> Value | None:
-        """Flag, then environment, then the verb's own default, then profile; None when nothing gives it."""
-        option = BY_NAME[name]
-        if name in self.request.flags:
-            return self._value(option, self.request.flags[name], "flag", self.request.spelled.get(name, option.flag))
-        if name == "ray_address" and self.request.env.get("RAY_API_SERVER_ADDRESS"):
-            return self._value(option, self.request.env["RAY_API_SERVER_ADDRESS"], "env", "RAY_API_SERVER_ADDRESS")
-        verb = VERB_DEFAULTS.get(self.request.verb, {})
-        if name in verb:
-            return self._value(option, verb[name], "default", f"of {self.request.verb}")
-        found = profile_default(self.loaded, name)
-        return self._value(option, found[0], "profile", found[1]) if found else None
-
-    def _value(self, option: Option, raw: Scalar, source: str, origin: str) -> Value:
-        return Value(option.name, option.convert(raw, origin), source, origin)
-
-    def get(self, name: str, derived: tuple[Scalar, str] | None = None) -> Value:
-        """The value of ``name``; ``derived`` (value, rule) stands in before the default."""
-        if name in self.values:
-            return self.values[name]
-        value = self.given(name)
-        if value is None and derived is not None:
-            value = Value(name, derived[0], "derived", derived[1])
-        if value is None:
-            value = Value(name, BY_NAME[name].default, "default", "")
-        self.values[name] = value
-        return value
-
-    def whole(self, name: str, derived: tuple[Scalar, str] | None = None) -> int:
-        return cast(int, self.get(name, derived).value)
-
-    def real(self, name: str, derived: tuple[Scalar, str] | None = None) -> float:
-        return float(cast(float, self.get(name, derived).value))
-
-    def text(self, name: str, derived: tuple[Scalar, str] | None = None) -> str:
-        return str(self.get(name, derived).value)
-
-    def switch(self, name: str) -> bool:
-        return self.get(name).value is True
-
-    # -- groups of values
 
     def run_id(self, mode: str) -> str:
         """The run id (the pair's in ``paired``), decided once."""
@@ -204,6 +140,25 @@ class _Resolver:
     def backend(self) -> str:
         kind = self.request.host.gpu_kind or "cpu"
         return self.text("backend", (kind, "the device of this machine"))
+
+    def engines(self) -> tuple[str, Engines]:
+        """The stack, and the engine of each side: a flag or a profile names one, otherwise the stack has it."""
+        asked = self.text("stack")
+        pair = STACKS[asked]
+        train, rollout = (
+            self.text(name, (own, f"of stack {asked}"))
+            for name, own in (("train_engine", pair.train), ("rollout_engine", pair.rollout))
+        )
+        chosen = Engines(train, rollout)
+        if chosen == pair:
+            return asked, pair
+        if asked == "vime":
+            found = f"--stack vime with engines {train} and {rollout}"
+            raise UserError(found, "its own engines", "leave --stack out: any pair may run")
+        for side in SIDES:
+            if chosen.of(side) != pair.of(side):
+                find_engine(side, chosen.of(side), self.values[f"{side}_engine"].origin)
+        return stack_of(chosen), chosen
 
     def devices(self) -> rules.Devices:
         gpus = self.loaded.profile.requirements.gpus or 0
@@ -403,7 +358,9 @@ class _Resolver:
             rules.check_pd(shape, self.text("stack"), memory)
         largest = min(math.ceil(samples / shape.rollout_engines), MAX_CAPTURE)
         eager = self.backend() == "cpu"
-        if self.text("stack") == "builtin":  # which captures passes of the contract's own operators on one rank alone
+        if (
+            self.engines()[1].rollout == BUILTIN
+        ):  # which captures passes of the contract's own operators on one rank alone
             stock = "stock" in dict(self.providers(mode).rollout).values()
             eager = eager or stock or shape.rollout_tp * shape.rollout_cp > 1
         return EnginePlan(
@@ -426,7 +383,7 @@ class _Resolver:
         facts, facts_source = self.model(cast("str | None", paths["model_root"].value))
         sampling = self.sampling()
         rules.check_model(shape, facts, sampling.top_k)
-        backend, stack = self.backend(), self.text("stack")
+        backend, (stack, engines) = self.backend(), self.engines()
         kind = DEVICE_KINDS[backend]
         gemm = "chain256" if backend == "cpu" and not self.request.host.chain else "chain"
         fold = self.whole("fold_tokens", (Contract().fold_tokens, "the contract's"))
@@ -478,6 +435,8 @@ class _Resolver:
             paths=tuple(sorted((name, str(value.value)) for name, value in paths.items() if value.value is not None)),
             allow_dirty=self.switch("allow_dirty"),
             require_control=self.switch("require_control"),
+            train_engine="" if stack in STACKS else engines.train,
+            rollout_engine="" if stack in STACKS else engines.rollout,
         )
         notes = (f"evidence {evidence}: {why}", f"model facts from {facts_source}")
         ordered = tuple(self.values[option.name] for option in OPTIONS if option.name in self.values)

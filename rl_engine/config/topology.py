@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from rl_engine.config.engines import CUSTOM, HERE
 from rl_engine.config.plan import ModelFacts, Topology
 from rl_engine.records.errors import UserError
 
@@ -144,9 +145,9 @@ def check_limits(ask: Limits) -> None:
             raise UserError(
                 f"--top-k {ask.top_k} on rocm with stack vime", "-1", "leave --top-k out, or use --stack builtin"
             )
-    if ask.ray_address_given and ask.stack == "builtin":
+    if ask.ray_address_given and ask.stack in HERE:
         raise UserError(
-            "--ray-address with stack builtin", "our own Ray head", "leave --ray-address out, or use --stack vime"
+            f"--ray-address with stack {ask.stack}", "our own Ray head", "leave --ray-address out, or use --stack vime"
         )
 
 
@@ -190,8 +191,10 @@ def evidence_of(
     """
     if allow_dirty:
         return "development", "--allow-dirty"
-    if dirty and stack == "builtin":
+    if dirty and stack in HERE:
         return "development", dirty
+    if stack == CUSTOM:
+        return "experimental", "a pair of engines that no stack has"
     if pd or oversubscribe:
         return "experimental", "--pd" if pd else "--oversubscribe"
     if backend == "rocm" and topology.rollout_cp > 1:

@@ -1,48 +1,49 @@
-"""Weight snapshots in a file, so that a later process can compute with them: bf16 bits as uint16, by first row and HF
-name."""
+"""Weights in a file, so that a later process can compute with them: bf16 bits as uint16, by first row and HF name."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 
-from rl_engine.engines.snapshot import SnapshotMismatch, load_snapshots
-from rl_engine.engines.types import TensorRows, WeightSnapshot
-from rl_engine.models.weights import ModelWeights
+from rl_engine.engines.protocol import WeightSource
+from rl_engine.engines.snapshot import JoinedWeights
+from rl_engine.engines.types import SnapshotMismatch, TensorRows, WeightSnapshot
 
 
-def save_kept(snapshots: Sequence[WeightSnapshot], path: Path) -> None:
-    """Writes the snapshots of all ranks as one safetensors file, tensor by tensor: memory does not grow.
+def save_kept(source: WeightSource, path: Path) -> None:
+    """Writes all weights as one safetensors file, tensor by tensor: memory does not grow.
 
     Raises:
         OSError: the disk is full or failing.
     """
-    rows = [(f"{part.first}/{name}", part.bits) for s in snapshots for name, part in sorted(s.tensors.items())]
-    tensors = dict(rows)  # a tensor that every rank exports whole is written once
-    header: dict[str, object] = {"__metadata__": {"version": str(snapshots[0].version)}}
-    offset = 0
-    for name, bits in tensors.items():
-        header[name] = {"dtype": "U16", "shape": list(bits.shape), "data_offsets": [offset, offset + bits.nbytes]}
-        offset += bits.nbytes
+    header: dict[str, object] = {"__metadata__": {"version": str(source.version)}}
+    held, offset = source.held, 0
+    for name, (first, last) in held.items():
+        shape = [last - first, *source.rows(name, first, first + 1).shape[1:]]
+        size = 2 * int(np.prod(shape))
+        header[f"{first}/{name}"] = {"dtype": "U16", "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for bits in tensors.values():
-            file.write(memoryview(np.ascontiguousarray(bits)).cast("B"))
+        for name, (first, last) in held.items():
+            bits = source.rows(name, first, last).contiguous().view(torch.int16).cpu().numpy()
+            file.write(memoryview(bits).cast("B"))
 
 
-def load_kept(weights: ModelWeights, path: Path) -> None:
-    """Replaces ``weights`` by those of :func:`save_kept`.
+def read_kept(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> WeightSource:
+    """The weights of :func:`save_kept`; ``shapes`` are the model's, by HF name.
 
     Raises:
         SnapshotMismatch: another model's weights, or a damaged file.
     """
-    shapes, snapshots = weights.config.tensor_shapes(), []
+    parts = []
     try:
         with safe_open(path, framework="numpy") as file:
             version = int((file.metadata() or {}).get("version", "-1"))
@@ -51,9 +52,9 @@ def load_kept(weights: ModelWeights, path: Path) -> None:
                 bits = file.get_tensor(key)
                 if name not in shapes or bits.dtype != np.uint16 or bits.shape[1:] != tuple(shapes[name][1:]):
                     raise SnapshotMismatch(f"{key[:100]}: {bits.dtype} {bits.shape}, which is no rows of the model's")
-                snapshots.append(WeightSnapshot(version, {name: TensorRows(int(first), bits)}, {}))
+                parts.append(WeightSnapshot(version, {name: TensorRows(int(first), bits)}, {}))
     except (SafetensorError, OSError, ValueError) as error:
         raise SnapshotMismatch(f"{path.name}: {error}") from error
-    if not snapshots:
+    if not parts:
         raise SnapshotMismatch(f"{path.name} holds no tensor")
-    load_snapshots(weights, snapshots)
+    return JoinedWeights(parts)

@@ -150,7 +150,7 @@ def watch_rollout(plan: Plan, batch: SampleBatch, chosen: int, limit: int) -> Wa
     engine.memory.batch, engine._compute = batch_of, compute  # type: ignore[method-assign]
     requests = [Request(s.prompt, s.sample, tuple(s.prompt_tokens.tolist())) for s in samples]
     stops = _stop_tokens(batch, samples)
-    drawn = canonical(engine.generate(requests, 0, sampling_settings(plan, stops), None, ()))
+    drawn = canonical(engine.generate(requests, 0, sampling_settings(plan.sampling, stops), None, ()))
     again = next(s for s in drawn if (s.prompt, s.sample) == (mine.prompt, mine.sample))
     count = min(limit + 1 - prompt, len(again.response_tokens) - 1, len(mine.response_tokens) - 1)
     if not np.array_equal(again.response_tokens[: count + 1], mine.response_tokens[: count + 1]):

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
-from rl_engine.config.plan import DEVICE_KINDS, Plan
+from rl_engine.config.plan import DEVICE_KINDS, Plan, SamplingPlan
 from rl_engine.engines import threads
-from rl_engine.engines.rollout.builtin.engine import Decode, RolloutEngine, RolloutSettings
+from rl_engine.engines.rollout.builtin.draws import Decode
+from rl_engine.engines.rollout.builtin.engine import RolloutEngine, RolloutSettings
 from rl_engine.engines.rollout.builtin.passes import PassLog
 from rl_engine.engines.train.builtin import TrainEngine, TrainSettings
 from rl_engine.engines.types import SamplingSettings
@@ -16,6 +17,7 @@ from rl_engine.models.checkpoint import load_weights
 from rl_engine.models.config import ModelConfig, UnsupportedModel, read_config
 from rl_engine.models.sharding import LayoutRefused, Sharding
 from rl_engine.models.weights import ModelWeights, WeightMismatch
+from rl_engine.numerics.contract import Contract
 from rl_engine.ops import Operators
 from rl_engine.ops.device import driver
 from rl_engine.ops.weight import CPU
@@ -24,6 +26,12 @@ from rl_engine.records.errors import UserError
 from rl_engine.records.types import Side, ThreadSettings
 
 GPU_PAGE = 64  # tokens: what the decode kernel of a Hopper fetches at once
+
+
+def own_contract(plan: Plan) -> Contract:
+    """The contract that this process' code computes with, for the plan's fold units and compiler."""
+    gemm = "chain256" if plan.contract_id.endswith("-chain256") else "chain"
+    return Contract(device_kind=DEVICE_KINDS[plan.backend], gemm=gemm, fold_tokens=plan.fold_tokens)
 
 
 def device_of(plan: Plan, place: int = 0) -> torch.device:
@@ -121,8 +129,9 @@ def read_weights(plan: Plan, mesh: Mesh | None = None, device: torch.device | No
         ) from error
 
 
-def sampling_settings(plan: Plan, stop_tokens: tuple[int, ...]) -> SamplingSettings:
-    s = plan.sampling
+def sampling_settings(sampling: SamplingPlan, stop_tokens: tuple[int, ...]) -> SamplingSettings:
+    """What decides a job's tokens beside its identity; stop strings are the job's own."""
+    s = sampling
     return SamplingSettings(s.temperature, s.top_p, s.top_k, s.max_response_len, s.rollout_seed, stop_tokens)
 
 
@@ -130,16 +139,9 @@ def train_engine(plan: Plan, mesh: Mesh | None = None, device: torch.device | No
     """One trainer rank with its weights; a frozen copy beside it when the plan asks for a KL term."""
     weights = read_weights(plan, mesh, device)
     settings = TrainSettings(
+        optimizer=plan.optimizer,
+        loss=plan.loss,
         temperature=plan.sampling.temperature,
-        lr=plan.optimizer.lr,
-        weight_decay=plan.optimizer.weight_decay,
-        beta1=plan.optimizer.beta1,
-        beta2=plan.optimizer.beta2,
-        eps=plan.optimizer.eps,
-        clip_grad=plan.optimizer.clip_grad,
-        kl_coef=plan.loss.kl_coef,
-        clip_low=plan.loss.clip_low,
-        clip_high=plan.loss.clip_high,
         fold_tokens=plan.fold_tokens,
         max_tokens=plan.max_tokens_per_gpu,
         gradients=plan.gradients,

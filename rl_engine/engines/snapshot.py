@@ -1,24 +1,19 @@
-"""Weights as they cross between engines: rows of HF tensors as bytes, from any layout to any other, with digests."""
+"""Weights as they cross between engines: rows of HF tensors, from any layout to any other, with digests."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rl_engine.engines.types import TensorRows, WeightSnapshot
+from rl_engine.engines.protocol import Rows, WeightPart, WeightSource
+from rl_engine.engines.types import SnapshotMismatch, TensorRows, WeightSnapshot
 from rl_engine.models.weights import ModelWeights
 from rl_engine.numerics.digest import digest_tensors, tensor_digest
 
 DIGEST_THREADS = 8  # each copies one tensor from a GPU
-Bits = npt.NDArray[np.uint16]
-
-
-class SnapshotMismatch(RuntimeError):
-    """Rows are missing, or bytes are not those that were exported."""
 
 
 def export_snapshot(weights: ModelWeights, version: int) -> WeightSnapshot:
@@ -43,45 +38,55 @@ def snapshot_of(rows: Mapping[str, tuple[int, Tensor]], version: int) -> WeightS
     return WeightSnapshot(version, tensors, _digests({name: values for name, (_, values) in rows.items()}))
 
 
-def rows_of(snapshots: Sequence[WeightSnapshot], name: str, first: int, last: int) -> Bits:
-    """Rows [first, last) of HF tensor ``name`` from the ranks' snapshots; a copy only where they come from several.
+class JoinedWeights:
+    """The parts of every rank as one source of weights.
 
     Raises:
-        SnapshotMismatch: no rank exported some of the rows.
+        SnapshotMismatch: parts of different versions.
     """
-    pieces: list[Bits] = []
-    place = first
-    for part in sorted((s.tensors[name] for s in snapshots if name in s.tensors), key=lambda rows: rows.first):
-        start, end = max(place, part.first), min(last, part.first + len(part.bits))
-        if start == place and start < end:
-            pieces.append(part.bits[start - part.first : end - part.first])
-            place = end
-    if place != last or not pieces:
-        raise SnapshotMismatch(f"rows {place} to {last} of {name} were exported by no rank")
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def __init__(self, parts: Sequence[WeightPart]) -> None:
+        versions = {part.version for part in parts}
+        if len(versions) != 1:
+            raise SnapshotMismatch(f"snapshots of versions {sorted(versions)}")
+        self.version = versions.pop()
+        self._held: dict[str, list[tuple[int, int, WeightPart]]] = {}
+        for part in parts:
+            for name, (first, last) in part.held.items():
+                self._held.setdefault(name, []).append((first, last, part))
+        for pieces in self._held.values():
+            pieces.sort(key=lambda piece: piece[0])
+
+    @property
+    def held(self) -> dict[str, tuple[int, int]]:
+        """HF name -> (0, number of its rows)."""
+        return {name: (0, max(last for _, last, _ in pieces)) for name, pieces in sorted(self._held.items())}
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """bf16 rows [first, last) of an HF tensor, a copy of the caller's own, joined where several parts have them.
+
+        Raises:
+            SnapshotMismatch: no part has some of the rows.
+        """
+        found: list[Tensor] = []
+        place = first
+        for start, end, part in self._held.get(name, ()):
+            if start <= place < min(last, end):
+                found.append(part.rows(name, place, min(last, end)))
+                place = min(last, end)
+        if place != last or not found:
+            raise SnapshotMismatch(f"rows {place} to {last} of {name} were exported by no rank")
+        return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _as_tensor(bits: Bits) -> Tensor:
-    # Arrays from an object store are read-only, which torch does not know: it gets a copy, a tensor at a time.
-    return torch.from_numpy(np.array(bits, order="C").view(np.int16)).view(torch.bfloat16)
+def rows_digest(source: WeightSource, name: str, first: int, last: int) -> str:
+    """Digest of rows [first, last) of a tensor, as an engine's rank that holds them would report it."""
+    return tensor_digest(name, source.rows(name, first, last))
 
 
-def snapshot_digests(snapshots: Sequence[WeightSnapshot]) -> dict[str, str]:
-    """Digest of every whole HF tensor, whatever the layout that exported it."""
-    names = {name for snapshot in snapshots for name in snapshot.tensors}
-    rows = {
-        name: (0, max(s.tensors[name].first + len(s.tensors[name].bits) for s in snapshots if name in s.tensors))
-        for name in sorted(names)
-    }
-    return shard_digests(snapshots, rows)
-
-
-def shard_digests(snapshots: Sequence[WeightSnapshot], rows: dict[str, tuple[int, int]]) -> dict[str, str]:
-    """Digest of rows (first, last + 1) of every tensor, as an engine rank that holds them would report it."""
-    return {
-        name: tensor_digest(name, _as_tensor(rows_of(snapshots, name, first, last)))
-        for name, (first, last) in rows.items()
-    }
+def row_digests(source: WeightSource, rows: Rows) -> dict[str, str]:
+    """Digest of rows (first, last + 1) of every tensor."""
+    return {name: rows_digest(source, name, first, last) for name, (first, last) in rows.items()}
 
 
 def own_digests(weights: ModelWeights) -> dict[str, str]:
@@ -94,18 +99,11 @@ def _digests(rows: Mapping[str, Tensor]) -> dict[str, str]:
     return digest_tensors(detached, min(torch.get_num_threads(), DIGEST_THREADS))
 
 
-def load_snapshots(weights: ModelWeights, snapshots: Sequence[WeightSnapshot]) -> dict[str, str]:
-    """Replaces ``weights`` by this rank's rows of the snapshots; digests of what arrived, before anything is packed.
+def load_source(weights: ModelWeights, source: WeightSource) -> dict[str, str]:
+    """Replaces ``weights`` by this rank's rows of the source; digests of what arrived, before anything is packed.
 
     Raises:
-        SnapshotMismatch: a row that no rank exported, or snapshots of different versions.
+        SnapshotMismatch: a row that no rank exported.
     """
-    versions = {snapshot.version for snapshot in snapshots}
-    if len(versions) != 1:
-        raise SnapshotMismatch(f"snapshots of versions {sorted(versions)}")
-
-    def read(name: str, first: int, last: int) -> Tensor:
-        return _as_tensor(rows_of(snapshots, name, first, last))
-
-    weights.load(read)
+    weights.load(source.rows)
     return own_digests(weights)

@@ -6,6 +6,8 @@ import dataclasses
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 RetainedRow = npt.NDArray[np.int32] | npt.NDArray[np.uint8]  # sorted ids, or packed bits, whichever is smaller
 
@@ -78,6 +80,10 @@ def retained_ids(row: RetainedRow, vocabulary: int) -> npt.NDArray[np.int32]:
     return np.flatnonzero(np.unpackbits(row, count=vocabulary, bitorder="little")).astype(np.int32)
 
 
+class SnapshotMismatch(RuntimeError):
+    """Rows are missing, or bytes are not those that were exported."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class TensorRows:
     """Rows [first, first + len) of an exported HF tensor: bf16 bits as uint16."""
@@ -88,11 +94,51 @@ class TensorRows:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WeightSnapshot:
-    """What one trainer rank exports: HF name -> its rows, and their digest."""
+    """What one trainer rank exports: HF name -> its rows, and their digest. A part of the weights as the engines'
+    protocol has it, and a source of all of them where the rank holds all."""
 
     version: int
     tensors: dict[str, TensorRows]
     digests: dict[str, str]
+
+    @property
+    def held(self) -> dict[str, tuple[int, int]]:
+        """HF name -> (first, last + 1) of its rows here."""
+        return {name: (rows.first, rows.first + len(rows.bits)) for name, rows in self.tensors.items()}
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """bf16 rows [first, last) of an HF tensor, a copy of the caller's own.
+
+        Raises:
+            SnapshotMismatch: rows that are not here.
+        """
+        start, end = self.held.get(name, (0, 0))
+        if not start <= first < last <= end:
+            raise SnapshotMismatch(f"rows {first} to {last} of {name} where there are {start} to {end}")
+        # Arrays from an object store are read-only, which torch does not know: it gets a copy, a tensor at a time.
+        bits = np.array(self.tensors[name].bits[first - start : last - start], order="C")
+        return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scores:
+    """Logprobs fp32 [R] per sample. ``calls`` of ``selected_logp`` and their rows, ``tokens``, were counted by one
+    rank; 0 from an engine that counts no calls."""
+
+    logprobs: list[npt.NDArray[np.float32]]
+    calls: int = 0
+    tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Redrawn:
+    """A recorded step computed again, per sample of L tokens with R of them in the response: ``logprobs`` fp32 [R];
+    ``tokens`` int32 [L], each response token as those before it and the keyed noise give it; ``retained_digests``
+    uint8 [L, 32], SHA-256 of the set that it was drawn from, zeros where every column existed."""
+
+    logprobs: list[npt.NDArray[np.float32]]
+    tokens: list[npt.NDArray[np.int32]]
+    retained_digests: list[npt.NDArray[np.uint8]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ from rl_engine.config.plan import Plan
 from rl_engine.orchestrators.actors import BaselineWorker
 from rl_engine.orchestrators.causes import RunFailed
 from rl_engine.orchestrators.display import Display
+from rl_engine.orchestrators.fleet import Fleet
 from rl_engine.orchestrators.gpu_proof import ensure_proof
 from rl_engine.orchestrators.interrupts import hear, interruptible
 from rl_engine.orchestrators.local import LocalRun
@@ -117,18 +118,18 @@ def _run_all(runs: list[LocalRun], display: Display, word: Word, rescore: bool) 
         for local in open_runs:
             local.run(head, memory)
         if len(runs) == 2 and runs[0].fleet is not None:
-            baseline = _baseline(runs[0])
+            baseline = _baseline(runs[0], runs[0].fleet)
     return verdict(plans, [local.steps for local in runs], display, baseline, memory.peak, rescore)
 
 
-def _baseline(local: LocalRun) -> tuple[int, float]:
+def _baseline(local: LocalRun, fleet: Fleet) -> tuple[int, float]:
     """(tokens, seconds) of transformers' generate on the first step's prompts."""
-    requests = local.requests(local.prompts.batch(0, local.plan.data.prompts_per_step))
+    requests = local.asker.requests(local.prompts.batch(0, local.plan.data.prompts_per_step))
     worker = local.head.start(BaselineWorker, local.plan)
     try:
         with local.display.task("transformers: generating, for comparison"):
             tokens = [list(request.tokens) for request in requests]
-            return local.guard(lambda: local.fleet.wait([worker.measure.remote(tokens)])[0])
+            return fleet.calls.wait([worker.measure.remote(tokens)])[0]
     finally:
         local.head.stop([worker])
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from rl_engine.config.engines import HERE
 from rl_engine.config.paths import PLACEHOLDER
 from rl_engine.config.preflight import wants_demo_model
 from rl_engine.config.resolve import ResolvedPlan
@@ -78,9 +79,9 @@ def _sources(resolved: ResolvedPlan, paths: dict[str, str], talk: Talk) -> dict[
 
 
 def _convert_checkpoint(resolved: ResolvedPlan, paths: dict[str, str], talk: Talk) -> None:
-    if resolved.plan.stack == "builtin":
+    if resolved.plan.stack in HERE:
         raise UserError(
-            "--convert-checkpoint with stack builtin",
+            f"--convert-checkpoint with stack {resolved.plan.stack}",
             "stack vime",
             "the built-in trainer reads the Hugging Face checkpoint itself",
         )
@@ -96,7 +97,7 @@ def _convert_checkpoint(resolved: ResolvedPlan, paths: dict[str, str], talk: Tal
 
 
 def _next_step(resolved: ResolvedPlan, paths: dict[str, str]) -> str:
-    if resolved.plan.stack == "builtin":
+    if resolved.plan.stack in HERE:
         return "./rlk run"
     workspace = paths.get("workspace", "")
     if not paths.get("model_root") or PLACEHOLDER in paths["model_root"]:

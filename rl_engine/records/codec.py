@@ -1,8 +1,7 @@
 """The one codec of evidence: frozen dataclasses to canonical JSON and back, strictly.
 
-Decoding refuses an unknown key, a missing key, a duplicate key and a value of another type; only a field that earlier
-versions did not write (:func:`added`) may be missing. Floats that JSON cannot spell are the strings ``nan``, ``inf``
-and ``-inf``.
+Decoding refuses an unknown key, a missing key (but of a field that was :func:`added` later), a duplicate key and a
+value of another type. Floats that JSON cannot spell are the strings ``nan``, ``inf`` and ``-inf``.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ class RecordError(UserError):
 
 
 def added(default: Any) -> Any:
-    """A dataclass field that records of earlier versions lack; decoding them gives ``default``."""
+    """A field that earlier files do not have: it is written where it is not ``default``, so that what they hold keeps
+    its text and its digest."""
     return dataclasses.field(default=default, metadata={_ADDED: True})
 
 
@@ -53,7 +53,9 @@ def canonical_digest(value: JsonValue) -> str:
 def encode(record: Any) -> JsonValue:
     """A frozen dataclass (nested ones, tuples and string-keyed mappings inside) as JSON values."""
     if dataclasses.is_dataclass(record) and not isinstance(record, type):
-        return {field.name: encode(getattr(record, field.name)) for field in dataclasses.fields(record)}
+        values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+        absent = {f.name for f in dataclasses.fields(record) if _ADDED in f.metadata and values[f.name] == f.default}
+        return {name: encode(value) for name, value in values.items() if name not in absent}
     if isinstance(record, Mapping):
         return {str(key): encode(value) for key, value in record.items()}
     if isinstance(record, (list, tuple)):
@@ -137,16 +139,17 @@ def _decode_value(expected: Any, data: JsonValue, where: str) -> Any:
 def _decode_dataclass(cls: type[Any], data: JsonValue, where: str) -> Any:
     if not isinstance(data, dict):
         raise RecordError(f"{where}: {_show(data)}", f"an object ({cls.__name__})")
-    fields = dataclasses.fields(cls)
-    unknown = sorted(set(data) - {field.name for field in fields})
-    missing = sorted({field.name for field in fields if _ADDED not in field.metadata} - set(data))
+    names = [field.name for field in dataclasses.fields(cls)]
+    unknown = sorted(set(data) - set(names))
+    optional = {field.name for field in dataclasses.fields(cls) if _ADDED in field.metadata}
+    missing = sorted(set(names) - set(data) - optional)
     if unknown:
         raise RecordError(f"{where}: unknown key {_show(unknown[0])}", f"the keys of {cls.__name__}")
     if missing:
         raise RecordError(f"{where}: no key {missing[0]!r}", f"the keys of {cls.__name__}")
     hints = _hints(cls)
-    names = [field.name for field in fields if field.name in data]
-    return cls(**{name: _decode_value(hints[name], data[name], f"{where}.{name}") for name in names})
+    given = [name for name in names if name in data]
+    return cls(**{name: _decode_value(hints[name], data[name], f"{where}.{name}") for name in given})
 
 
 def _decode_scalar(expected: Any, data: JsonValue, where: str) -> Any:

@@ -32,7 +32,8 @@ class EventRecord:
 
     Kinds that checks read: ``weights_loaded`` (engine, rank, version, digest: what an engine holds after a weight
     sync), ``graph_capture`` (engine, rank, size), ``refusal`` (operator, reason: a provider declined, which
-    consistency mode must never see).
+    consistency mode must never see), ``engine_declared`` (side, name, package, version, records: what a side's engine
+    says that it records).
     """
 
     time: str

@@ -1,4 +1,4 @@
-"""Workers that lie, in a real run of a model on which stock operators do round differently: what each lie shows in.
+"""Engines that lie, in a real run of a model on which stock operators do round differently: what each lie shows in.
 
 Every lie here left a run with all gates passed before scoring was counted apart, the update's count was a record, and a
 fresh process drew tokens again.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,10 +17,11 @@ import pytest
 from rl_engine.checks.finding import Finding
 from rl_engine.checks.rescore import reach, rescore_findings
 from rl_engine.checks.validate import run_validation
-from rl_engine.config.plan import Plan
-from rl_engine.engines.types import Sample, UpdateResult
-from rl_engine.models import placement
-from rl_engine.orchestrators.actors import RolloutWorker, TrainWorker
+from rl_engine.config.plan import Plan, SamplingPlan
+from rl_engine.engines.builtin import BuiltinRolloutEngine, BuiltinTrainEngine
+from rl_engine.engines.protocol import Host
+from rl_engine.engines.types import Request, Sample, UpdateResult
+from rl_engine.models import decoder
 from rl_engine.records.reader import RunReader
 from rl_engine.records.statistics import logprob_statistics
 from tests.e2e.harness import profile, save_model
@@ -44,11 +45,11 @@ def failed(findings: list[Finding]) -> set[str]:
     return {finding.name for finding in findings if finding.status == "FAIL"}
 
 
-class Copying(TrainWorker):
+class Copying(BuiltinTrainEngine):
     """Scores nothing: the rollout's logprobs are its own."""
 
-    def _open_engine(self) -> None:
-        super()._open_engine()
+    def __init__(self, host: Host) -> None:
+        super().__init__(host)
         self.engine.score = self.copied  # type: ignore[method-assign]
 
     def copied(self, samples: list[Sample], progress: Any = None) -> list[np.ndarray]:
@@ -70,27 +71,31 @@ class CopyingInShow(CopyingSilently):
         return super().copied(samples)
 
 
-class Cooler(RolloutWorker):
+class Sampling(BuiltinRolloutEngine):
+    """Draws by other settings than it is told."""
+
+    changes: ClassVar[dict[str, Any]]
+
+    def generate(self, requests: list[Request], step: int, sampling: SamplingPlan, *more: Any) -> list[Sample]:
+        return super().generate(requests, step, dataclasses.replace(sampling, **self.changes), *more)
+
+
+class Cooler(Sampling):
     """Draws and reports at another temperature than the plan's."""
 
-    def __init__(self, plan: Plan, name: str) -> None:
-        sampling = dataclasses.replace(plan.sampling, temperature=COOLER)
-        super().__init__(dataclasses.replace(plan, sampling=sampling), name)
+    changes: ClassVar = {"temperature": COOLER}
 
 
-class OtherSeed(RolloutWorker):
+class OtherSeed(Sampling):
     """Draws with noise of its own choice, of which it keeps silent."""
 
-    def __init__(self, plan: Plan, name: str) -> None:
-        sampling = dataclasses.replace(plan.sampling, rollout_seed=plan.sampling.rollout_seed + 1)
-        super().__init__(dataclasses.replace(plan, sampling=sampling), name)
+    changes: ClassVar = {"rollout_seed": 4321}
 
 
-class Filtering(RolloutWorker):
+class Filtering(Sampling):
     """Draws among five tokens where the plan has all, and says so in the retained sets alone."""
 
-    def __init__(self, plan: Plan, name: str) -> None:
-        super().__init__(dataclasses.replace(plan, sampling=dataclasses.replace(plan.sampling, top_k=5)), name)
+    changes: ClassVar = {"top_k": 5}
 
 
 def mismatches(run: Path) -> int:
@@ -115,7 +120,7 @@ def test_an_honest_run_passes_and_every_step_comes_out_again(
         assert step.score_calls is not None and step.score_calls > 0
 
 
-class DiesInTheThirdStep(TrainWorker):
+class DiesInTheThirdStep(BuiltinTrainEngine):
     def step(self, *arguments: Any) -> UpdateResult:
         if self.engine.version == 2:
             raise RuntimeError("as asked")
@@ -148,7 +153,11 @@ def test_a_resumed_run_keeps_weights_that_give_its_bits(
     [(Copying, {"not_reused", "ratios"}), (CopyingSilently, {"not_reused"}), (CopyingInShow, set())],
 )
 def test_a_trainer_that_copies_hides_a_wrong_temperature(
-    wide_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer: type[TrainWorker], gates: set[str]
+    wide_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trainer: type[BuiltinTrainEngine],
+    gates: set[str],
 ) -> None:
     run = plain_run(plan_for(tmp_path, wide_model), monkeypatch, trainer, Cooler)
     assert mismatches(run) == 0, "the lie is one that the comparison cannot see"
@@ -163,7 +172,7 @@ def test_a_trainer_that_copies_hides_a_wrong_temperature(
 def test_an_honest_trainer_sees_a_wrong_temperature(
     wide_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = plain_run(plan_for(tmp_path, wide_model), monkeypatch, TrainWorker, Cooler)
+    run = plain_run(plan_for(tmp_path, wide_model), monkeypatch, BuiltinTrainEngine, Cooler)
     assert failed(run_validation(run)) == {"mismatches"}
 
 
@@ -180,7 +189,7 @@ def drawn_again(run: Path) -> Finding:
 def test_tokens_of_another_seed_are_not_the_noise_of_the_plan(
     wide_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = plain_run(plan_for(tmp_path, wide_model), monkeypatch, TrainWorker, OtherSeed)
+    run = plain_run(plan_for(tmp_path, wide_model), monkeypatch, BuiltinTrainEngine, OtherSeed)
     tokens = RunReader(run).steps()[0].tokens_compared
     found = drawn_again(run).found
     assert f" of {tokens} tokens are not the drawn ones" in found
@@ -190,7 +199,7 @@ def test_tokens_of_another_seed_are_not_the_noise_of_the_plan(
 def test_a_filter_that_nobody_planned_is_seen(
     wide_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = plain_run(plan_for(tmp_path, wide_model), monkeypatch, TrainWorker, Filtering)
+    run = plain_run(plan_for(tmp_path, wide_model), monkeypatch, BuiltinTrainEngine, Filtering)
     tokens = RunReader(run).steps()[0].tokens_compared
     assert f"{tokens} of {tokens} retained sets differ" in drawn_again(run).found
 
@@ -199,12 +208,12 @@ def test_retained_sets_of_a_wider_filter_are_seen(
     wide_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rollout keeps more than top-p says, and both sides score over what it kept."""
-    honest = placement.retained_mask
+    honest = decoder.retained_mask
 
     def wider(z: Any, inv_t: float, top_k: int, top_p: float) -> Any:
         return honest(z, inv_t, top_k, top_p + 0.05)
 
-    monkeypatch.setattr(placement, "retained_mask", wider)
+    monkeypatch.setattr(decoder, "retained_mask", wider)
     run = plain_run(plan_for(tmp_path, wide_model, "--top-p", "0.8"), monkeypatch)
     assert "retained sets differ" in drawn_again(run).found
 

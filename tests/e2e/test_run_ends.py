@@ -17,7 +17,7 @@ import torch
 from rl_engine.entrypoints.parser import parse
 from rl_engine.entrypoints.repro import _resolve
 from rl_engine.ops.swiglu.cpu import CpuSwiglu
-from rl_engine.orchestrators.actors import QualificationFailed, RolloutWorker, TrainWorker
+from rl_engine.orchestrators.actors import QualificationFailed, RolloutWorker, TrainWorker, WorkerHost
 from rl_engine.records.reader import RunReader
 from tests.e2e.harness import REPOSITORY, Cli, Command, Done, profile
 
@@ -200,7 +200,9 @@ def test_a_worker_refuses_operators_that_fail_their_proof(
     file = profile(tmp_path)
     arguments = parse(["run", "--profile", str(file), "--model-root", str(model), "--workspace", str(tmp_path)])
     plan = _resolve(arguments)[0].plan
-    assert len(TrainWorker(plan, "train", 0, "")._prove()) == 64
+    hosts = [WorkerHost(plan, "train", "train", 0, 0, 1, ""), WorkerHost(plan, "rollout", "rollout-0", 0, 0, 1, "")]
+    digest = hosts[0].prove()
+    assert digest is not None and len(digest) == 64
     right = CpuSwiglu.forward
 
     def wrong(self: CpuSwiglu, x: torch.Tensor) -> torch.Tensor:
@@ -209,9 +211,9 @@ def test_a_worker_refuses_operators_that_fail_their_proof(
         return out
 
     monkeypatch.setattr(CpuSwiglu, "forward", wrong)
-    for worker in (TrainWorker(plan, "train", 0, ""), RolloutWorker(plan, "rollout-0", 0, "")):
+    for worker in (TrainWorker(hosts[0]), RolloutWorker(hosts[1])):
         with pytest.raises(QualificationFailed, match="swiglu"):
-            worker._prove()
+            worker.open()
 
 
 @pytest.mark.slow

@@ -10,12 +10,13 @@ import pytest
 
 from rl_engine.data.prompts import encode_prompt, open_prompts
 from rl_engine.engines.rollout.builtin.engine import RolloutEngine, RolloutSettings
-from rl_engine.engines.train.builtin import TrainEngine, TrainSettings
+from rl_engine.engines.train.builtin import TrainEngine
 from rl_engine.engines.train.grpo import group_advantages
 from rl_engine.engines.types import Request, SamplingSettings, canonical
 from rl_engine.models.checkpoint import load_weights
 from rl_engine.ops import Operators, uniform
 from rl_engine.rewards.math import open_reward
+from tests.helpers.models import train_settings
 
 # At 1e-4 sixteen updates of so few samples destroy the model: the reward went from 0.48 to 0.11.
 STEPS, BATCHES, PROMPTS, SAMPLES, CAP, LR = 16, 2, 4, 8, 16, 2e-5
@@ -28,7 +29,7 @@ def test_the_arithmetic_reward_rises(smollm2: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     rollout = RolloutEngine(load_weights(smollm2), Operators(uniform("cpu")), 512, RolloutSettings())
-    settings = TrainSettings(1.0, LR, 0.0, 0.9, 0.98, 1e-8, 1.0, 0.0, 0.2, 0.2, 512, 1024)
+    settings = train_settings(lr=LR, weight_decay=0.0, fold_tokens=512, max_tokens=1024)
     trainer = TrainEngine(load_weights(smollm2), Operators(uniform("cpu")), 512, settings)
     stops = (json.loads((smollm2 / "generation_config.json").read_text())["eos_token_id"],)
     prompts, rewards = open_prompts("arithmetic", None, 1234), []

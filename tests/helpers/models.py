@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rl_engine.config.plan import LossPlan, OptimizerPlan
 from rl_engine.engines.rollout.builtin.engine import RolloutEngine, RolloutSettings
 from rl_engine.engines.train.builtin import TrainEngine, TrainSettings
 from rl_engine.engines.types import Request, Sample, SamplingSettings
@@ -81,21 +82,19 @@ def rollout_engine(
 
 
 def train_settings(**changes: object) -> TrainSettings:
-    """lr 1e-3, clipping of the gradient norm at 1, no KL, fold units of 256 tokens."""
+    """lr 1e-3, clipping of the gradient norm at 1, no KL, fold units of 256 tokens; changes by field, whatever part of
+    the settings has it."""
     settings = TrainSettings(
+        optimizer=OptimizerPlan(lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.98, eps=1e-8, clip_grad=1.0),
+        loss=LossPlan(kl_coef=0.0, std_normalization=True, advantage_eps=1e-6, clip_low=0.2, clip_high=0.2),
         temperature=1.0,
-        lr=1e-3,
-        weight_decay=0.1,
-        beta1=0.9,
-        beta2=0.98,
-        eps=1e-8,
-        clip_grad=1.0,
-        kl_coef=0.0,
-        clip_low=0.2,
-        clip_high=0.2,
         fold_tokens=256,
         max_tokens=None,
     )
+    for part in ("optimizer", "loss"):
+        names = {field.name for field in dataclasses.fields(getattr(settings, part))} & set(changes)
+        inner = dataclasses.replace(getattr(settings, part), **{name: changes.pop(name) for name in names})
+        changes[part] = inner
     return dataclasses.replace(settings, **changes)  # type: ignore[arg-type]
 
 

@@ -1,8 +1,9 @@
-"""Runs without Ray: the real loop, workers, records and gates in this process, so that a test can replace a worker."""
+"""Runs without Ray: the real loop, fleet, workers, records and gates in this process, so that a test can replace an
+engine."""
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,18 +13,28 @@ import pytest
 
 from rl_engine.config.plan import Plan
 from rl_engine.config.resolve import resolve
-from rl_engine.engines.types import Request, Sample, TensorRows
+from rl_engine.engines import registry
+from rl_engine.engines.builtin import BuiltinRolloutEngine, BuiltinTrainEngine
 from rl_engine.entrypoints.parser import parse
 from rl_engine.entrypoints.repro import _request
 from rl_engine.orchestrators import fleet, local
-from rl_engine.orchestrators.actors import RolloutWorker, TrainWorker
+from rl_engine.orchestrators.actors import WorkerHost
 from rl_engine.orchestrators.display import Display
 from rl_engine.records.reader import RunReader
-from rl_engine.records.types import PassRecord
 
 
-class _NoRay:
-    """What a run asks of Ray: objects are themselves, and nothing fails elsewhere."""
+class _Stored:
+    """A value in the object store: what was put does not change when its owner goes on."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = copy.deepcopy(value)
+
+    def get(self) -> Any:
+        return self.value
+
+
+class _Ray:
+    """What a run asks of Ray: calls are over when they return, and nothing fails elsewhere."""
 
     class exceptions:
         class RayError(Exception):
@@ -32,49 +43,52 @@ class _NoRay:
         class RayTaskError(RayError):
             pass
 
+    put = _Stored
+
     @staticmethod
     def get(value: Any) -> Any:
-        return value
+        return [item.get() for item in value] if isinstance(value, list) else value.get()
+
+    @staticmethod
+    def wait(pending: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        return pending, []
 
 
-class _Fleet(fleet.Fleet):
-    """One trainer rank and one rollout engine of one rank, called directly."""
+class _Call:
+    """A method of an actor."""
 
-    def __init__(self, plan: Plan, trainer: type[TrainWorker], rollout: type[RolloutWorker]) -> None:
-        self.plan = plan
-        self.trainer = [fleet.Member(trainer(plan, "train"), "train", "train", 0)]
-        self.engines = [[fleet.Member(rollout(plan, "rollout-0"), "rollout", "rollout-0", 0)]]
-        self.members = [*self.trainer, *self.engines[0]]
+    def __init__(self, method: Any, results: int = 1) -> None:
+        self.method, self.results = method, results
 
-    def stop(self) -> None:
+    def options(self, num_returns: int) -> _Call:
+        return _Call(self.method, num_returns)
+
+    def remote(self, *arguments: Any) -> Any:
+        found = self.method(*(a.get() if isinstance(a, _Stored) else a for a in arguments))
+        return _Stored(found) if self.results == 1 else [_Stored(value) for value in found]
+
+
+class _Actor:
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+
+    def __getattr__(self, name: str) -> _Call:
+        return _Call(getattr(self._worker, name))
+
+
+class _Head:
+    """A head whose actors live here."""
+
+    ray, private = _Ray, Path("nowhere")
+
+    def start(self, worker: type, *arguments: Any) -> _Actor:
+        return _Actor(worker(*arguments))
+
+    def check(self) -> None:
+        """Nothing can die."""
+
+    def stop(self, actors: list[Any]) -> None:
         """Nothing was started."""
-
-    def every(self, method: str) -> list[tuple[fleet.Member, Any]]:
-        return [(member, getattr(member.actor, method)()) for member in self.members]
-
-    def passes(self) -> list[tuple[str, list[PassRecord]]]:
-        return [("rollout-0", self.engines[0][0].actor.passes())]
-
-    def train(self, method: str, *arguments: Any, advance: Any = None) -> Any:
-        return getattr(self.trainer[0].actor, method)(*arguments)
-
-    def generate(
-        self, requests: list[Request], step: int, stop_tokens: tuple[int, ...], advance: Any = None
-    ) -> tuple[list[Sample], float]:
-        return self.engines[0][0].actor.generate(requests, step, stop_tokens)
-
-    def export(self) -> tuple[list[Any], dict[str, str]]:
-        snapshot, digests = self.trainer[0].actor.export()
-        # As an object store has them: what was exported does not change when the trainer goes on.
-        rows = {name: TensorRows(part.first, part.bits.copy()) for name, part in snapshot.tensors.items()}
-        return [dataclasses.replace(snapshot, tensors=rows)], digests
-
-    def load(self, snapshots: list[Any]) -> None:
-        self.engines[0][0].actor.load_weights(*snapshots)
-
-    def held(self, snapshots: list[Any], whole: dict[str, str]) -> list[tuple[fleet.Member, bool]]:
-        (member,) = self.engines[0]
-        return [(member, member.actor.held()[1] == whole)]
 
 
 def make_plan(folder: Path, profile: Path, model: Path, arguments: Sequence[str]) -> Plan:
@@ -87,16 +101,17 @@ def make_plan(folder: Path, profile: Path, model: Path, arguments: Sequence[str]
 def plain_run(
     plan: Plan,
     monkeypatch: pytest.MonkeyPatch,
-    trainer: type[TrainWorker] = TrainWorker,
-    rollout: type[RolloutWorker] = RolloutWorker,
+    trainer: type[BuiltinTrainEngine] = BuiltinTrainEngine,
+    rollout: type[BuiltinRolloutEngine] = BuiltinRolloutEngine,
 ) -> Path:
-    """Runs ``plan`` to its end with these workers, without their start-up proof, or goes on with it; its directory, not
+    """Runs ``plan`` to its end with these engines, without their start-up proof, or goes on with it; its directory, not
     validated."""
-    for worker in (trainer, rollout):
-        monkeypatch.setattr(worker, "_prove", lambda self: "0" * 64)
-    monkeypatch.setattr(local, "Fleet", lambda head, plan: _Fleet(plan, trainer, rollout))
+    monkeypatch.setattr(WorkerHost, "prove", lambda self: "0" * 64)
+    for module in (registry, fleet):
+        monkeypatch.setattr(module, "train_class", lambda _: trainer)
+        monkeypatch.setattr(module, "rollout_class", lambda _: rollout)
     earlier = RunReader(plan.run_dir) if Path(plan.run_dir).exists() else None
     run = local.LocalRun(plan, Display(), earlier)
     run.claim()
-    run.run(types.SimpleNamespace(ray=_NoRay), types.SimpleNamespace(peaks={}, peak=0))  # type: ignore[arg-type]
+    run.run(_Head(), types.SimpleNamespace(peaks={}, peak=0))  # type: ignore[arg-type]
     return Path(plan.run_dir)

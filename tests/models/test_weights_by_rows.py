@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_engine.engines.snapshot import SnapshotMismatch, own_digests, rows_of, snapshot_digests, snapshot_of
+from rl_engine.engines.snapshot import JoinedWeights, SnapshotMismatch, own_digests, row_digests, snapshot_of
 from rl_engine.models.config import ModelConfig
 from rl_engine.models.decoder import Decoder
 from rl_engine.models.sharding import LayoutRefused, Sharding
@@ -136,9 +136,10 @@ def test_a_snapshot_of_rows_equals_that_of_the_weights() -> None:
     parts = [snapshot_of({name: (first, x) for name, (first, x) in w.export_rows().items()}, 7) for w in ranks]
     assert {part.version for part in parts} == {7}
     assert [part.digests for part in parts] == [own_digests(w) for w in ranks]
-    assert snapshot_digests(parts) == own_digests(expected)
+    whole = JoinedWeights(parts)
+    assert row_digests(whole, whole.held) == own_digests(expected)
     name = "model.layers.0.self_attn.q_proj.weight"
-    bits = torch.from_numpy(rows_of(parts, name, 0, 1024).copy().view("int16")).view(torch.bfloat16)
+    bits = whole.rows(name, 0, 1024)
     assert_bitwise(bits, expected.export()[name], name)
     with pytest.raises(SnapshotMismatch, match=r"float32 rows, expected bf16"):
         snapshot_of({"a": (0, torch.zeros(2, 2))}, 1)

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_engine.engines.rollout.builtin.engine import RolloutEngine, RolloutSettings
-from rl_engine.engines.snapshot import own_digests, shard_digests, snapshot_digests
+from rl_engine.engines.snapshot import JoinedWeights, own_digests, row_digests
 from rl_engine.engines.train.builtin import TrainEngine, TrainSettings
 from rl_engine.engines.types import Request, Sample, SamplingSettings, TensorRows, WeightSnapshot, canonical
 from rl_engine.models.checkpoint import load_weights
@@ -201,7 +201,7 @@ def make_trainer(
         return load_weights(scene.checkpoint, config, scene.sharding(config, mesh), device)
 
     settings = dataclasses.replace(scene.train, max_tokens=layout.max_tokens, recompute=layout.recompute)
-    reference = weights() if settings.kl_coef > 0 else None
+    reference = weights() if settings.loss.kl_coef > 0 else None
     return TrainEngine(weights(), provider or scene.operators(), scene.positions, settings, reference, mesh=mesh)
 
 
@@ -234,8 +234,9 @@ class RolloutSide:
 
     def load(self, snapshots: list[WeightSnapshot]) -> bool:
         """Whether every engine holds exactly the exported bits of its rows."""
-        expected = shard_digests(snapshots, self.rows)
-        return all([engine.load_weights(snapshots) == expected for engine in self.engines])
+        source = JoinedWeights(snapshots)
+        expected = row_digests(source, self.rows)
+        return all([engine.load_weights(source) == expected for engine in self.engines])
 
 
 def bits(values: list[np.ndarray]) -> list[int]:
@@ -257,7 +258,7 @@ def sample_facts(samples: list[Sample]) -> dict[str, Any]:
 def train_facts(engine: TrainEngine, samples: list[Sample]) -> dict[str, Any]:
     """Scores, then one update."""
     old = engine.score(samples)
-    reference = engine.score_reference(samples) if engine.settings.kl_coef > 0 else None
+    reference = engine.score_reference(samples) if engine.settings.loss.kl_coef > 0 else None
     result = engine.step(samples, advantages(samples), old, reference)
     return {
         "logprobs": bits(old),
@@ -330,7 +331,8 @@ def work(rank: Rank, scene: Scene, layout: Layout, baseline: Path | None, extra_
         if rollout is not None:
             report["held"].append(rollout.load(snapshots))
         if rank.index == 0:
-            report.setdefault("digests", []).append(map_digest(snapshot_digests(snapshots)))
+            whole = JoinedWeights(snapshots)
+            report.setdefault("digests", []).append(map_digest(row_digests(whole, whole.held)))
     if trainer is not None:
         report["bytes"] = bytes_of(trainer)
         report["sent"] = train_mesh.sent()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from rl_engine.checks.gates.evidence import Gate, RunEvidence
+from rl_engine.checks.gates.evidence import Asks, Gate, RunEvidence
+from rl_engine.config.engines import BUILTIN
 from rl_engine.config.options import FUSED_OPERATORS
 from rl_engine.records.types import EventValue, RouteFile, RouteRecord
 
@@ -42,7 +43,7 @@ def _complete(ranks: list[int], count: int) -> bool:
 
 
 def _route_files(evidence: RunEvidence) -> Verdict:
-    workers = evidence.engines("train") | evidence.engines("rollout")
+    workers = {(record.engine, record.rank) for record in evidence.recording("routes")}
     for attempt, steps in evidence.attempts:
         routed = {(route.engine, route.rank) for number, route in evidence.attempt_routes if number == attempt}
         # One that finished no step may have been killed before, or while, its first counts were written.
@@ -122,13 +123,13 @@ def _execution(evidence: RunEvidence) -> Verdict:
         size = event.fields.get("size")
         if event.kind == "graph_capture" and isinstance(size, int):
             captured[(event.fields.get("engine"), event.fields.get("rank"))].append(size)
-    as_needed = evidence.plan.stack == "builtin"  # there a planned size is captured when a pass first has it
+    as_needed = evidence.plan.engines.rollout == BUILTIN  # there a planned size is captured when a pass first has it
     for engine, rank in sorted(evidence.engines("rollout")):
         sizes = sorted(captured[(engine, rank)])
         if not set(sizes) <= set(planned) if as_needed else sizes != planned:
             return False, f"{engine}-{rank} captured sizes {sizes[:40]}", "run it again"
     replayed, made = any(route.side == "rollout" for route in graphs), any(captured.values())
-    if replayed != (made or not as_needed):
+    if evidence.declares("rollout", "routes") and replayed != (made or not as_needed):
         found = "no call came from a graph" if made or not as_needed else "calls from graphs that nobody captured"
         return False, found, "run it again"
     sizes_words = f"{len({size for sizes in captured.values() for size in sizes})} of {len(planned)} sizes"
@@ -137,15 +138,16 @@ def _execution(evidence: RunEvidence) -> Verdict:
 
 def _contract(evidence: RunEvidence) -> Verdict:
     wanted = (evidence.plan.contract_id, evidence.plan.contract_digest)
-    for record in evidence.workers:
+    workers = evidence.recording("contract")
+    for record in workers:
         if (record.contract_id, record.contract_digest) != wanted:
             shown = f"{record.contract_id[:60]} {record.contract_digest[:16]}"
             return False, f"{record.engine}-{record.rank}: {shown}", "both sides must load one contract"
-    return bool(evidence.workers), f"{wanted[0]} {wanted[1][:16]} in {len(evidence.workers)} records", "run it again"
+    return bool(workers), f"{wanted[0]} {wanted[1][:16]} in {len(workers)} records", "run it again"
 
 
 def _qualification(evidence: RunEvidence) -> Verdict:
-    digests = {record.qualification_digest for record in evidence.workers}
+    digests = {record.qualification_digest for record in evidence.recording("contract")}
     if len(digests) != 1:
         return False, f"{len(digests)} different qualifications", "run `qualify` once, then both sides"
     digest = digests.pop()
@@ -155,7 +157,7 @@ def _qualification(evidence: RunEvidence) -> Verdict:
 
 
 def _threads(evidence: RunEvidence) -> Verdict:
-    settings = {record.threads for record in evidence.workers}
+    settings = {record.threads for record in evidence.recording("threads")}
     if len(settings) != 1:
         return False, f"{len(settings)} different thread settings", "set one thread count for every process"
     common = settings.pop()
@@ -165,6 +167,9 @@ def _threads(evidence: RunEvidence) -> Verdict:
 
 
 _AFTER_WORKERS = ("records", "topology", "workers")
+_ROUTES: Asks = (("train", "routes"), ("rollout", "routes"))
+_CONTRACT: Asks = (("train", "contract"), ("rollout", "contract"))
+_THREADS: Asks = (("train", "threads"), ("rollout", "threads"))
 
 ENGINE_GATES: tuple[Gate, ...] = (
     Gate("topology", "ranks and engines of the plan", _topology),
@@ -173,11 +178,18 @@ ENGINE_GATES: tuple[Gate, ...] = (
         "a route file of every attempt and environment records of every worker",
         _route_files,
         ("records", "state", "topology"),
+        asks=_ROUTES,
     ),
-    Gate("routes", "every operator through its planned provider, called, no fallback", _routes, _AFTER_WORKERS),
+    Gate(
+        "routes",
+        "every operator through its planned provider, called, no fallback",
+        _routes,
+        _AFTER_WORKERS,
+        asks=_ROUTES,
+    ),
     Gate("refusals", "consistency: no provider declined", _refusals),
-    Gate("execution", "eager or graph as planned", _execution),
-    Gate("contract", "the plan's numerical contract on both sides", _contract),
-    Gate("qualification", "one qualification on both sides", _qualification),
-    Gate("threads", "the plan's thread count in every process", _threads),
+    Gate("execution", "eager or graph as planned", _execution, asks=(("rollout", "graphs"),)),
+    Gate("contract", "the plan's numerical contract on both sides", _contract, asks=_CONTRACT),
+    Gate("qualification", "one qualification on both sides", _qualification, asks=_CONTRACT),
+    Gate("threads", "the plan's thread count in every process", _threads, asks=_THREADS),
 )

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from rl_engine.checks.finding import Finding
+from rl_engine.config.engines import BUILTIN, EVIDENCE, SIDES, EvidenceKind
 from rl_engine.config.plan import Plan
 from rl_engine.numerics.bits import hex_bits, int_view
 from rl_engine.records.codec import RecordError, decode
@@ -22,12 +23,15 @@ from rl_engine.records.types import (
     RouteFile,
     SampleBatch,
     SampleRecord,
+    Side,
     StateRecord,
     StepRecord,
     WeightsRecord,
 )
 
 NOT_JUDGED = "not judged"
+NOT_DECLARED = "not declared"
+Asks = tuple[tuple[Side, EvidenceKind], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +137,33 @@ class RunEvidence:
         """Environment records of processes that run operators."""
         return [record for record in self.environments if record.role != "driver"]
 
+    def declared(self, side: Side) -> frozenset[str]:
+        """What the engine of a side declares that it records. A built-in engine records everything, whatever an event
+        says; of another, what every attempt said."""
+        name = self.plan.engines.of(side)
+        if name == BUILTIN:
+            return frozenset(EVIDENCE[side])
+        events = [event.fields for event in self.events if event.kind == "engine_declared"]
+        said = [fields.get("records") for fields in events if (fields.get("side"), fields.get("name")) == (side, name)]
+        sets = [frozenset(map(str, records)) if isinstance(records, tuple) else frozenset() for records in said]
+        return frozenset.intersection(*sets) if sets else frozenset()
+
+    def declares(self, side: str, kind: EvidenceKind) -> bool:
+        """Whether the engine of a side declares that it records ``kind``."""
+        return side in SIDES and kind in self.declared(side)
+
+    def undeclared(self, asks: Asks) -> list[str]:
+        """In words, what of ``asks`` the run's engines do not declare."""
+        return [
+            f"{kind} by {side} engine {self.plan.engines.of(side)[:40]}"
+            for side, kind in asks
+            if not self.declares(side, kind)
+        ]
+
+    def recording(self, kind: EvidenceKind) -> list[EnvironmentRecord]:
+        """Environment records of workers whose engine declares ``kind``."""
+        return [record for record in self.workers if self.declares(record.role, kind)]
+
     def engines(self, role: str) -> set[tuple[str, int]]:
         """``(engine, rank)`` of every worker of a side, from environment records."""
         return {(record.engine, record.rank) for record in self.workers if record.role == role}
@@ -143,7 +174,8 @@ class Gate:
     """One check of a run.
 
     ``judge`` returns ``(passed, found, hint)``; ``needs`` names gates whose failure makes this one meaningless: it is
-    then reported as not judged.
+    then reported as not judged. ``asks`` are records that an engine may not declare: it judges those that are, and
+    warns of the others.
     """
 
     name: str
@@ -151,6 +183,7 @@ class Gate:
     judge: Callable[[RunEvidence], tuple[bool, str, str]]
     needs: tuple[str, ...] = ("records",)
     failure: str = "FAIL"
+    asks: Asks = ()
 
 
 def run_gate(gate: Gate, evidence: RunEvidence, failed: set[str]) -> Finding:
@@ -159,13 +192,20 @@ def run_gate(gate: Gate, evidence: RunEvidence, failed: set[str]) -> Finding:
     if blocking:
         found = f"{NOT_JUDGED}: {blocking[0]} failed"
         return Finding(gate.name, "WARN", found, gate.expected, f"repair {blocking[0]}")
+    missing: list[str] = []
     try:
+        missing = evidence.undeclared(gate.asks)
+        if missing and len(missing) == len(gate.asks):
+            return Finding(gate.name, "WARN", printable(f"{NOT_DECLARED}: {', '.join(missing)}"), gate.expected, "")
         passed, found, hint = gate.judge(evidence)
     except RecordError as error:
         return Finding(gate.name, "FAIL", f"{error.found} ({error.expected} expected)", gate.expected, error.hint)
     except Exception as error:
         text = printable(f"{type(error).__name__}: {str(error)[:300]}")
         return Finding(gate.name, "FAIL", text, gate.expected, "")
+    if missing and passed:
+        found = printable(f"{found}; {NOT_DECLARED}: {', '.join(missing)}")
+        return Finding(gate.name, "WARN", found, gate.expected, "")
     status = "PASS" if passed else gate.failure
     return Finding(gate.name, status, printable(found), gate.expected, "" if passed else printable(hint))
 

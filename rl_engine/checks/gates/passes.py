@@ -111,5 +111,6 @@ PASS_GATES: tuple[Gate, ...] = (
         "every token of every sample in one pass of its engine, by the scheduler's log",
         _passes,
         ("records", "state", "steps", "topology", "workers", "identities", "weight_versions"),
+        asks=(("rollout", "passes"),),
     ),
 )

@@ -112,6 +112,8 @@ def _not_reused(evidence: RunEvidence) -> Verdict:
     for step in evidence.steps:
         if not step.seconds.old_logp > 0:
             return False, f"step {step.step}: no time spent on old logprobs", hint
+    if not evidence.declares("train", "routes"):
+        return True, "time spent on old logprobs in every step; calls are not declared", ""
     scores = _records_scoring(evidence)
     for step, facts in zip(evidence.steps, evidence.facts, strict=True) if scores else ():
         tokens = facts.summary.tokens_compared

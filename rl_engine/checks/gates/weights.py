@@ -60,7 +60,13 @@ def _updates(evidence: RunEvidence) -> Verdict:
 
 WEIGHT_GATES: tuple[Gate, ...] = (
     Gate("weight_versions", "each sample drawn from the version that trained on it", _versions, ("records", "steps")),
-    Gate("replicas", "every engine rank loaded exactly the exported bits", _replicas, ("records", "topology")),
+    Gate(
+        "replicas",
+        "every engine rank loaded exactly the exported bits",
+        _replicas,
+        ("records", "topology"),
+        asks=(("rollout", "weights"),),
+    ),
     Gate("gradients", "finite gradient norms, recorded exactly", _gradients),
     Gate("updates", "with --require-updates: 2 distinct weights and a positive gradient norm", _updates),
 )

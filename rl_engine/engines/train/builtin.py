@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rl_engine.config.plan import LossPlan, OptimizerPlan
 from rl_engine.engines.snapshot import export_snapshot
 from rl_engine.engines.train.batching import MicroBatch, build_micro_batch, fold_units, micro_batches
 from rl_engine.engines.train.grpo import TokenLoss, token_loss
@@ -36,16 +37,9 @@ class TrainSettings:
     packing, same bits; a micro-batch is one fold unit, and CP ranks exchange sums once a step instead of tokens).
     """
 
+    optimizer: OptimizerPlan
+    loss: LossPlan
     temperature: float
-    lr: float
-    weight_decay: float
-    beta1: float
-    beta2: float
-    eps: float
-    clip_grad: float
-    kl_coef: float
-    clip_low: float
-    clip_high: float
     fold_tokens: int
     max_tokens: int | None
     recompute: bool = True
@@ -68,7 +62,7 @@ class TrainEngine:
         weights: this rank's rows of the model; trained in place.
         operators: providers of the train side.
         positions: longest prompt plus response.
-        reference: frozen model of the KL term; needed where ``settings.kl_coef`` > 0.
+        reference: frozen model of the KL term; needed where ``settings.loss.kl_coef`` > 0.
         mesh: the ranks that train together; one by default.
     """
 
@@ -81,7 +75,7 @@ class TrainEngine:
         reference: ModelWeights | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        assert settings.kl_coef == 0 or reference is not None
+        assert settings.loss.kl_coef == 0 or reference is not None
         self.weights, self.ops, self.settings = weights, operators, settings
         self.mesh = mesh or single_mesh()
         local = settings.gradients == "deterministic"
@@ -254,8 +248,8 @@ class TrainEngine:
             None if reference is None else np.concatenate([reference[i] for i in batch.indices]).astype(np.float64),
             np.repeat(np.array([advantages[index] for index in batch.indices]), batch.counts),
             loss_tokens,
-            (self.settings.clip_low, self.settings.clip_high),
-            self.settings.kl_coef,
+            (self.settings.loss.clip_low, self.settings.loss.clip_high),
+            self.settings.loss.kl_coef,
         )
         coefficient = torch.from_numpy(tokens.coefficient.astype(np.float32))
         logp.backward(coefficient[exchange.own_rows(batch.layout, batch.rows)[0]].to(logp.device))
@@ -268,10 +262,9 @@ class TrainEngine:
 
     def _update(self) -> tuple[float, int]:
         """(gradient norm before clipping, bf16 weights that changed)."""
-        settings = self.settings
         bins = self.ops.norm_bins(*(w.grad for w in self.weights if w.grad is not None and self._counts_here(w)))
         norm = norm_from_bins(torch.stack(self.mesh.world.all_gather(bins, purpose="gradient norm")).sum(0))
-        clip = clip_factor(norm, settings.clip_grad)
+        clip = clip_factor(norm, self.settings.optimizer.clip_grad)
         with torch.no_grad():
             changes = [self._update_weight(weight, clip) for weight in self.weights]
             self.weights.refresh_input_shards(self.mesh.tp)
@@ -282,9 +275,9 @@ class TrainEngine:
 
     def _update_weight(self, weight: Weight, clip: float) -> Tensor:
         """Updates this rank's rows, then shares them with the CP group; how many of them changed in bf16, int64 []."""
-        settings, state = self.settings, self.state[weight.name]
-        decay = settings.weight_decay if len(weight.shape) == 2 else 0.0
-        scalars = AdamScalars.at(self.version + 1, settings.lr, settings.beta1, settings.beta2, settings.eps, decay)
+        adam, state = self.settings.optimizer, self.state[weight.name]
+        decay = adam.weight_decay if len(weight.shape) == 2 else 0.0
+        scalars = AdamScalars.at(self.version + 1, adam.lr, adam.beta1, adam.beta2, adam.eps, decay)
         first, last = weight.grad_rows
         assert weight.grad is not None
         own = weight.value[first:last]

@@ -40,13 +40,15 @@ import json, sys
 import numpy as np
 import ray, torch
 from pathlib import Path
+from rl_engine.config.plan import LossPlan, OptimizerPlan
 from rl_engine.engines.train.builtin import TrainEngine, TrainSettings
 from rl_engine.engines.types import Sample
 from rl_engine.models.checkpoint import load_weights
 from rl_engine.ops import Operators, uniform
 torch.set_num_threads(2)
 operators = Operators(uniform(sys.argv[2], "cpu"))
-settings = TrainSettings(1.0, 1e-5, 0.1, 0.9, 0.98, 1e-8, 1.0, 0.0, 0.2, 0.2, 512, 1024)
+adam, loss = OptimizerPlan(1e-5, 0.1, 0.9, 0.98, 1e-8, 1.0), LossPlan(0.0, True, 1e-6, 0.2, 0.2)
+settings = TrainSettings(adam, loss, 1.0, 512, 1024)
 engine = TrainEngine(load_weights(Path(sys.argv[1])), operators, 256, settings)
 draw = lambda count: np.random.default_rng(count).integers(0, 40000, count).astype(np.int32)
 make = lambda p, s: Sample(p, s, draw(60), draw(40), np.zeros(40, np.float32), None, 0, "e", "length")

@@ -16,7 +16,7 @@ import torch
 from rl_engine.ops.sample import NonFiniteLogits
 from rl_engine.orchestrators import causes, runs
 from rl_engine.orchestrators.causes import RunFailed, of_death, of_error, of_exit
-from rl_engine.orchestrators.local import LocalRun
+from rl_engine.orchestrators.failures import Failures
 from rl_engine.records.codec import RecordError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -64,31 +64,29 @@ class DiedError(Exception):
     actor_id = "aa"
 
 
-def guarded(error: Exception, said: str = "") -> LocalRun:
+def guarded(error: Exception, said: str = "") -> Any:
     """A run whose workers fail with ``error``."""
-    local: Any = LocalRun.__new__(LocalRun)
     names = {"RayTaskError": TaskError, "RayError": (TaskError, DiedError)}
-    local.ray = SimpleNamespace(exceptions=SimpleNamespace(**names))
-    local.writer = SimpleNamespace(
+    ray = SimpleNamespace(exceptions=SimpleNamespace(**names))
+    writer: Any = SimpleNamespace(
         log=lambda text: None, event=lambda *_, **__: None, attempts=1, log_path="run.log", current_state="failed"
     )
     member = SimpleNamespace(actor=SimpleNamespace(_actor_id=b"\xaa"), name="trainer train rank 0", engine="t", rank=0)
-    local.fleet = SimpleNamespace(members=[member], memory_kills=causes.memory_kills())
-    local.head = SimpleNamespace(last_words=lambda pid: said)
-    local.pids, local.started, local.finished, local.steps = {member.name: 7}, True, False, []
-    local.plan = SimpleNamespace(run_dir="/runs/r", pair_id=None, output_root="/runs")
+    head: Any = SimpleNamespace(last_words=lambda pid: said, ray=ray)
+    failures = Failures(head, writer)
+    failures.members, failures.pids = [member], {member.name: 7}
 
     def call() -> None:
-        raise error
+        raise failures.explained(error) from error
 
-    local.call = call
-    return local  # type: ignore[no-any-return]
+    plan = SimpleNamespace(run_dir="/runs/r", pair_id=None, output_root="/runs")
+    return SimpleNamespace(call=call, writer=writer, plan=plan, started=True, finished=False, steps=[])
 
 
 def ended(local: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
     """(exit code, what is said) of a command whose run is ``local``."""
     said = io.StringIO()
-    monkeypatch.setattr(runs, "_run_all", lambda *_: local.guard(local.call))
+    monkeypatch.setattr(runs, "_run_all", lambda *_: local.call())
     monkeypatch.setattr(runs, "print_runs", lambda *_: None)
     monkeypatch.setattr(runs, "hear", lambda: None)
     display: Any = SimpleNamespace(say=lambda text: said.write(text + "\n"))

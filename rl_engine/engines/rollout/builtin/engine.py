@@ -20,27 +20,27 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rl_engine.engines.protocol import WeightSource
+from rl_engine.engines.rollout.builtin.draws import Decode, Draws, end_of
 from rl_engine.engines.rollout.builtin.graphs import Common, DecodeGraphs, GraphDevice, captured_sizes
 from rl_engine.engines.rollout.builtin.log import Added, Cancelled, Entry, Loading, Pass, ReplayMismatch, SchedulerLog
 from rl_engine.engines.rollout.builtin.memory import DenseMemory, Memory, PagedMemory
 from rl_engine.engines.rollout.builtin.passes import PassLog
 from rl_engine.engines.rollout.builtin.scheduler import Foreseen, Scheduler
 from rl_engine.engines.rollout.builtin.sequence import Job, Output, RolloutSettings, Sequence
-from rl_engine.engines.snapshot import load_snapshots
-from rl_engine.engines.types import Request, Sample, SamplingSettings, WeightSnapshot, pack_retained
+from rl_engine.engines.snapshot import load_source
+from rl_engine.engines.types import Request, Sample, SamplingSettings
 from rl_engine.models.decoder import Decoder
 from rl_engine.models.weights import ModelWeights
 from rl_engine.ops import Operators
 from rl_engine.ops.attention.stock import DenseCache
-from rl_engine.ops.sample import DrawKey, refuse_nan
+from rl_engine.ops.sample import refuse_nan
 from rl_engine.parallel import Mesh
 
 __all__ = ["Job", "Output", "RolloutEngine", "RolloutSettings", "Statistics", "fan_out"]
 
 Progress = Callable[[int, int], None]  # (finished samples, all samples)
-Decode = Callable[[list[int]], str]
 InFlight = Literal["finish", "restart"]
-STOP_MARGIN = 8  # tokens searched for a stop string beyond its own bytes
 
 
 @dataclasses.dataclass
@@ -95,6 +95,7 @@ class RolloutEngine:
     ) -> None:
         self.weights, self.ops, self.settings, self.name, self.decode = weights, operators, settings, name, decode
         self.decoder = Decoder(weights, operators, positions, mesh)
+        self.draws = Draws(self.decoder)
         self.positions = positions
         self.version = 0
         self.generated_tokens = 0
@@ -136,20 +137,17 @@ class RolloutEngine:
         """Samples in the queue or in the batch."""
         return len(self.scheduler.waiting) + len(self.scheduler.running)
 
-    def load_weights(
-        self, snapshots: WeightSnapshot | Items[WeightSnapshot], in_flight: InFlight = "finish"
-    ) -> dict[str, str]:
-        """Replaces the weights by what the trainer's ranks exported; the digests of this rank's rows as they arrived.
-        No sample ever has tokens of two versions.
+    def load_weights(self, source: WeightSource, in_flight: InFlight = "finish") -> dict[str, str]:
+        """Replaces the weights by this rank's rows of ``source``; their digests as they arrived. No sample ever has
+        tokens of two versions.
 
         Samples with a token drawn ``finish`` first, with the weights they began with (the next :meth:`step` returns
         them), or ``restart`` from their prompt. Those without begin with the new weights either way.
 
         Raises:
-            SnapshotMismatch: the snapshots lack rows, or are of different versions.
+            SnapshotMismatch: the source lacks rows.
         """
-        parts = [snapshots] if isinstance(snapshots, WeightSnapshot) else list(snapshots)
-        version = parts[0].version
+        version = source.version
         self.log.append(Loading(version, in_flight))
         running = list(self.scheduler.running)
         for sequence in running:
@@ -161,7 +159,7 @@ class RolloutEngine:
         while any(s.responses for s in (*self.scheduler.running, *self.scheduler.waiting)):
             self._pass(begun_only=True)
         self.memory.forget()
-        digests = load_snapshots(self.weights, parts)
+        digests = load_source(self.weights, source)
         self._prepare()
         self.version = version
         return digests
@@ -274,14 +272,14 @@ class RolloutEngine:
         self,
         jobs: Items[Job],
         entries: Items[Entry],
-        snapshots: Mapping[int, WeightSnapshot | Items[WeightSnapshot]] | None = None,
+        sources: Mapping[int, WeightSource] | None = None,
     ) -> list[Output]:
         """Does what another engine's log says, decision by decision: the same calls, the same passes.
 
         Args:
             jobs: what was added, in order.
             entries: the other log, from its engine's start.
-            snapshots: weights by version, where the log has weight updates.
+            sources: weights by version, where the log has weight updates.
 
         Raises:
             ReplayMismatch: an entry is impossible here.
@@ -300,7 +298,7 @@ class RolloutEngine:
                         same = self.cancel(number)
                     case Loading(version, in_flight):
                         script.popleft()
-                        self.load_weights((snapshots or {})[version], in_flight)  # type: ignore[arg-type]
+                        self.load_weights((sources or {})[version], in_flight)  # type: ignore[arg-type]
                         continue
                 if not same:
                     raise ReplayMismatch(f"{script[0]} does not apply")
@@ -321,7 +319,7 @@ class RolloutEngine:
                 ready = self._decode_by_graph(work, foreseen)
                 if ready is None:
                     ready, hidden = self._compute(work)
-                    self._draw_all(ready, hidden)
+                    self.generated_tokens += self.draws.draw(ready, hidden, self.version)
             finished = self._retire(ready)
         except BaseException:
             # Announced pages may hold nothing: what is in flight cannot be trusted.
@@ -379,12 +377,13 @@ class RolloutEngine:
             common = self._common = Common.of(ready, self.weights.config.vocabulary)
         found = graphs.run(ready, common.temperature, lambda: self._computed(common))
         if isinstance(found, Tensor):
-            self._draw_all(ready, found)
+            self.generated_tokens += self.draws.draw(ready, found, self.version)
         else:
             tokens, logprobs = found
             if min(tokens) < 0:
                 refuse_nan(torch.tensor(tokens))
-            self._append(ready, tokens, logprobs, logprobs if common.raw else None, None)
+            raw = logprobs if common.raw else None
+            self.generated_tokens += self.draws.append(ready, self.version, tokens, logprobs, raw)
         return ready
 
     def _computed(self, common: Common) -> None:
@@ -401,55 +400,11 @@ class RolloutEngine:
         if foreseen is not None and graphs.advance(batch, common.temperature):
             self._foreseen = foreseen
 
-    def _draw_all(self, ready: list[Sequence], hidden: Tensor) -> None:
-        """The next tokens of samples from hidden bf16 [R, H], group by group."""
-        for group in _draw_groups(ready):
-            self._draw([ready[i] for i in group], hidden if len(group) == len(ready) else hidden[group])
-
-    def _draw(self, ready: list[Sequence], hidden: Tensor) -> None:
-        """The next token of samples that share seed, step and filters, from hidden bf16 [R, H]."""
-        first = ready[0].job
-        sampling = first.sampling
-        keys = [
-            DrawKey(sampling.seed, first.step, s.job.request.prompt, s.job.request.sample, len(s.tokens)) for s in ready
-        ]
-        drawn = self.decoder.draw(hidden, sampling.temperature, sampling.top_k, sampling.top_p, keys)
-        logprobs = drawn.logprobs.tolist()
-        raw = logprobs if any(s.job.raw for s in ready) else None
-        if raw is not None and (sampling.temperature != 1.0 or drawn.mask is not None):
-            raw = self.decoder.raw_logprobs(hidden, drawn.tokens).tolist()
-        self._append(ready, drawn.tokens.tolist(), logprobs, raw, drawn.mask)
-
-    def _append(
-        self,
-        ready: list[Sequence],
-        tokens: list[int],
-        logprobs: list[float],
-        raw: list[float] | None,
-        mask: Tensor | None,
-    ) -> None:
-        """Drawn tokens, their fp32 logprobs, those at temperature 1 where one asks for them, packed retained sets uint8
-        [R, ceil(V / 8)] if any."""
-        version = self.version
-        for sequence, token, logprob in zip(ready, tokens, logprobs, strict=True):
-            sequence.tokens.append(token)
-            sequence.logprobs.append(logprob)
-            sequence.versions.append(version)
-        if raw is not None:
-            for sequence, logprob in zip(ready, raw, strict=True):
-                if sequence.job.raw:
-                    sequence.raw_logprobs.append(logprob)
-        if mask is not None:
-            vocabulary = self.weights.config.vocabulary
-            for sequence, bits in zip(ready, mask.cpu().numpy(), strict=True):
-                sequence.retained.append(pack_retained(bits, vocabulary))
-        self.generated_tokens += len(ready)
-
     def _retire(self, ready: list[Sequence]) -> list[Sequence]:
         """Hands out what is done."""
         if self._surely_goes_on(ready):
             return []
-        ended = [(s, reason) for s in ready if (reason := self._end(s)) is not None]
+        ended = [(s, reason) for s in ready if (reason := end_of(s, self.decode)) is not None]
         for sequence, reason in ended:
             self.scheduler.remove(sequence)
             self._outputs.append(Output.of(sequence, self.name, reason))
@@ -467,18 +422,6 @@ class RolloutEngine:
             return False
         return self._common.stops.isdisjoint([sequence.tokens[-1] for sequence in ready])
 
-    def _end(self, sequence: Sequence) -> str | None:
-        """``stop``, ``length``, or None while there is more to draw."""
-        sampling, stops = sequence.job.sampling, sequence.job.stop_strings
-        if sequence.tokens[-1] in sampling.stop_tokens:
-            return "stop"
-        if stops and self.decode is not None:
-            reach = max(len(text.encode()) for text in stops) + STOP_MARGIN
-            text = self.decode(sequence.tokens[-min(reach, sequence.responses) :])
-            if any(stop in text for stop in stops):
-                return "stop"
-        return "length" if sequence.responses >= sampling.max_response_len else None
-
     def _abandon(self) -> None:
         self._foreseen = None
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
@@ -493,12 +436,3 @@ def _gpu(operators: Operators, device: torch.device, mesh: Mesh | None) -> Graph
     from rl_engine.engines.rollout.builtin.cuda_graphs import CudaGraphDevice
 
     return CudaGraphDevice(device)
-
-
-def _draw_groups(ready: list[Sequence]) -> list[list[int]]:
-    """Rows that one call can draw: same seed, step and filters; groups in the order of their first row."""
-    groups: dict[object, list[int]] = {}
-    for row, sequence in enumerate(ready):
-        s = sequence.job.sampling
-        groups.setdefault((sequence.job.step, s.seed, s.temperature, s.top_k, s.top_p), []).append(row)
-    return list(groups.values())
