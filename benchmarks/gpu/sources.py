@@ -21,6 +21,7 @@ ENDS = {
     "rl_engine.models.config": "reads those sizes",
     "rl_engine.ops": "names its modules",
     "rl_engine.ops.library": "the CPU's kernels; on a GPU the folder where a proof is kept",
+    "rl_engine.qualify.gpu.stress": "repeats what proofs compare; no family runs it",
     "rl_engine.ops.operators": "hands providers out by name: those that are named are followed",
     "rl_engine.numerics.providers": "the table of those names",
 }
