@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -79,9 +80,14 @@ def test_json_blocks_are_json(page: str, block: str) -> None:
         assert isinstance(json.loads(line), dict), page
 
 
+@pytest.mark.parametrize(("page", "block"), _blocks("toml"))
+def test_toml_blocks_are_toml(page: str, block: str) -> None:
+    assert tomllib.loads(block), page
+
+
 def test_blocks_name_their_language() -> None:
     """So that none escapes the tests above; ``text`` is output."""
-    known = {"sh", "bash", "console", "python", "json", "text", "mermaid", "c"}
+    known = {"sh", "bash", "console", "python", "json", "toml", "text", "mermaid", "c"}
     for page in PAGES:
         named = {language for language, _ in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.M | re.S)}
         assert named <= known, f"{page.name}: {named - known}"
