@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from rl_engine.engines.protocol import WeightSource
 from rl_engine.engines.snapshot import JoinedWeights
 from rl_engine.engines.types import SnapshotMismatch, TensorRows, WeightSnapshot
+from rl_engine.records.private import open_own
 
 
 def save_kept(source: WeightSource, path: Path) -> None:
@@ -30,7 +31,7 @@ def save_kept(source: WeightSource, path: Path) -> None:
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "xb") as file:
+    with open(path, "xb", opener=open_own) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, (first, last) in held.items():
             bits = source.rows(name, first, last).contiguous().view(torch.int16).cpu().numpy()

@@ -19,6 +19,7 @@ from typing import Literal
 from rl_engine.records import paths
 from rl_engine.records.checkpoints import checkpoint_folders
 from rl_engine.records.files import require_folder
+from rl_engine.records.private import FOLDER_MODE
 
 FOLDER = "kept"
 _NAME = re.compile(r"step-([0-9]{5,9})\.safetensors")
@@ -80,7 +81,7 @@ def offer_weights(run_dir: Path, step: int, save: Callable[[Path], None]) -> Non
     Raises:
         OSError: the disk is full or failing; nothing of the file is left.
     """
-    (run_dir / FOLDER).mkdir(exist_ok=True)
+    (run_dir / FOLDER).mkdir(FOLDER_MODE, exist_ok=True)
     require_folder(run_dir / FOLDER)
     offered = _offered(run_dir, step)
     offered.unlink(missing_ok=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rl_engine.engines.train.builtin import TrainEngine
 from rl_engine.ops.weight import Weight
+from rl_engine.records.private import open_own
 
 FORMAT = "rlkernel.train_state.v1"
 KINDS = ("master", "m", "v")
@@ -86,7 +87,7 @@ def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> 
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "xb") as file:
+    with open(path, "xb", opener=open_own) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
             file.write(memoryview(tensor.cpu().numpy()).cast("B"))
