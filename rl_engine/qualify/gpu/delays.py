@@ -118,12 +118,17 @@ def pairs_source(*, pauses: int = 0, sleepers: int = ALL_GROUPS, held: int = -1,
 
 
 @functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Private, and gone with the process."""
+    return tempfile.TemporaryDirectory(prefix="rlk-control-")
+
+
+@functools.cache
 def _wrong(fault: str) -> cuda_source.Source:
     text = hopper_pairs.SOURCE.text().decode()
     for right, wrong in FAULTS[fault]:
         assert text.count(right) == 1, right
         text = text.replace(right, wrong)
-    folder = Path(tempfile.mkdtemp(prefix="rlk-control-"))
-    path = folder / "decode_pairs.cu"
+    path = Path(_folder().name) / f"{fault}.cu"
     path.write_text(text)
     return cuda_source.Source(path, hashlib.sha256(text.encode()).hexdigest())
