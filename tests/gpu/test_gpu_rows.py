@@ -195,6 +195,20 @@ def test_embedding_gradient() -> None:
     assert differing(chained, torch_sum) > 50, "the control: tokens in another order"
 
 
+def test_more_rows_than_an_axis_of_a_grid_holds() -> None:
+    """70,000 tokens of an update: CUDA's second axis ends at 65,535."""
+    rows, tested = 70_000, provider("swiglu", "triton")
+    x, da = (torch.randn(rows, width, device="cuda").bfloat16() for width in (128, 64))
+    out, dx = tested.forward(x), tested.backward(da, x)
+    same(out[-9:], tested.forward(x[-9:]), "forward")
+    same(dx[-9:], tested.backward(da[-9:], x[-9:]), "backward")
+    ids = torch.arange(rows, device="cuda") % 3000
+    found, expected = torch.zeros(3000, 64, device="cuda"), torch.zeros(3000, 64)
+    provider("embedding", "triton").lookup_gradient(ids, da, found)
+    provider("embedding", "reference").lookup_gradient(ids.cpu(), da.cpu(), expected)
+    same(found, expected, "lookups")
+
+
 def test_adamw_has_the_references_bits() -> None:
     from rl_engine.ops.adamw import AdamScalars
 

@@ -21,7 +21,8 @@ def lookup_gradient_kernel(ids, order, ends, rows, grad, width, row_stride, FRES
 
     order int64: token of each sorted place. ends int64: first place behind the id's last.
     """
-    place, cols = tl.program_id(1).to(tl.int64), tl.program_id(0) * C + tl.arange(0, C)
+    chunks = tl.cdiv(width, C)  # one axis of the grid: another one ends at 65,535
+    place, cols = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks * C + tl.arange(0, C)
     token = tl.load(ids + place)
     before = tl.load(ids + place - 1, mask=place > 0, other=-1)
     if token != before:
@@ -53,7 +54,7 @@ class TritonEmbedding(EmbeddingProvider):
         ends = torch.searchsorted(found.values, found.values, right=True)
         launch(
             lookup_gradient_kernel,
-            (-(-rows.shape[1] // COLUMNS), ids.numel()),
+            (-(-rows.shape[1] // COLUMNS) * ids.numel(),),
             *(found.values, found.indices, ends, rows, grad, rows.shape[1], rows.stride(0)),
             warps=4,
             stages=4,

@@ -22,7 +22,8 @@ def sigmoid(x):
 @triton.jit
 def swiglu_fwd_kernel(x, y, x_row, width, C: tl.constexpr):
     """C columns of one row: y bf16 [T, width] of x = [gate | up], bf16 [T, 2 width]."""
-    row, cols = tl.program_id(1).to(tl.int64), tl.program_id(0) * C + tl.arange(0, C)
+    chunks = tl.cdiv(width, C)  # one axis of the grid: another one ends at 65,535
+    row, cols = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks * C + tl.arange(0, C)
     inside = cols < width
     g = tl.load(x + row * x_row + cols, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(x + row * x_row + width + cols, mask=inside, other=0.0).to(tl.float32)
@@ -32,7 +33,8 @@ def swiglu_fwd_kernel(x, y, x_row, width, C: tl.constexpr):
 @triton.jit
 def swiglu_bwd_kernel(da, x, dx, da_row, x_row, width, C: tl.constexpr):
     """C columns of one row: dx bf16 [T, 2 width]."""
-    row, cols = tl.program_id(1).to(tl.int64), tl.program_id(0) * C + tl.arange(0, C)
+    chunks = tl.cdiv(width, C)  # one axis of the grid: another one ends at 65,535
+    row, cols = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks * C + tl.arange(0, C)
     inside = cols < width
     d = tl.load(da + row * da_row + cols, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(x + row * x_row + cols, mask=inside, other=0.0).to(tl.float32)
@@ -49,7 +51,7 @@ class TritonSwiglu(SwigluProvider):
         assert x.dtype == torch.bfloat16 and x.stride(1) == 1
         rows, width = x.shape[0], x.shape[1] // 2
         y = torch.empty(rows, width, dtype=torch.bfloat16, device=x.device)
-        grid = (-(-width // COLUMNS), rows)
+        grid = (-(-width // COLUMNS) * rows,)
         launch(swiglu_fwd_kernel, grid, x, y, x.stride(0), width, warps=WARPS, C=COLUMNS)
         return y
 
@@ -57,6 +59,6 @@ class TritonSwiglu(SwigluProvider):
         assert x.dtype == da.dtype == torch.bfloat16 and x.stride(1) == da.stride(1) == 1
         rows, width = da.shape
         dx = torch.empty(rows, 2 * width, dtype=torch.bfloat16, device=x.device)
-        grid = (-(-width // COLUMNS), rows)
+        grid = (-(-width // COLUMNS) * rows,)
         launch(swiglu_bwd_kernel, grid, da, x, dx, da.stride(0), x.stride(0), width, warps=WARPS, C=COLUMNS)
         return dx
