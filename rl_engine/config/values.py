@@ -65,6 +65,10 @@ class Values:
         self.values[name] = value
         return value
 
+    def derive(self, name: str, value: Scalar | None, rule: str) -> None:
+        """From here on ``name`` is ``value``, which follows from others by ``rule``, whatever else gives one."""
+        self.values[name] = Value(name, value, "derived", rule)
+
     def whole(self, name: str, derived: tuple[Scalar, str] | None = None) -> int:
         return cast(int, self.get(name, derived).value)
 
