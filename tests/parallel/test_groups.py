@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -226,6 +225,8 @@ def test_mesh_of_two_by_three(tmp_path: Path) -> None:
 
 
 def listening(rank: Rank) -> list[str]:
+    import psutil
+
     join_mesh(2, 1, rank.index, f"file://{rank.folder}/store").world.barrier()
     found = psutil.Process().net_connections("inet")
     leave_mesh()
